@@ -1,0 +1,92 @@
+"""Errors of celery_capacity.  One base; fields are typed; messages name the thing, the value and what is right."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .models import Census
+
+__all__ = (
+    "CapacityError",
+    "CapacityExhausted",
+    "ConfigurationError",
+    "InvalidAdvertError",
+    "InvalidDemandError",
+    "RegistryError",
+    "RegistryUnavailable",
+    "ReservationLost",
+)
+
+
+class CapacityError(Exception):
+    """Base of every error that celery_capacity raises on purpose."""
+
+
+class _InvalidValue(CapacityError, ValueError):
+    def __init__(self, name: str, value: object, expected: str) -> None:
+        super().__init__(name, value, expected)
+        self.name = name
+        self.value = value
+        self.expected = expected
+
+    def __str__(self) -> str:
+        return f"{self.name} is {self.value!r}, but it takes {self.expected}"
+
+
+class ConfigurationError(_InvalidValue):
+    """A setting is wrong or misspelled.  ``name``, ``value`` and ``expected`` say which, what, and what it takes."""
+
+
+class InvalidAdvertError(_InvalidValue):
+    """A worker advertised something that makes no sense; the registry kept no trace of it."""
+
+
+class InvalidDemandError(_InvalidValue):
+    """A dispatch asked for something that makes no sense; nothing was reserved and nothing was published."""
+
+
+class RegistryError(CapacityError):
+    """The registry answered, but not with what was asked (wrong data, read-only, out of memory).
+
+    The store's own error is the ``__cause__``.
+    """
+
+
+class RegistryUnavailable(RegistryError):
+    """The registry could not be reached or did not answer in time.  The driver's error is the ``__cause__``."""
+
+
+class ReservationLost(CapacityError):
+    """A reservation was committed, but it is no longer the caller's (deadline passed, or worker replaced)."""
+
+
+class CapacityExhausted(CapacityError):
+    """The dispatch was refused at the source: no worker has a free slot for it.  Nothing was published.
+
+    ``census`` says for every worker why it could not take the task.  ``retry_after`` is a hint in seconds.
+    """
+
+    def __init__(self, queue: str, task: str | None, reason: str, census: Census, retry_after: float) -> None:
+        super().__init__(queue, task, reason, census, retry_after)
+        self.queue = queue
+        self.task = task
+        self.reason = reason
+        self.census = census
+        self.retry_after = retry_after
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (type(self), (self.queue, self.task, self.reason, self.census, self.retry_after))
+
+    def __str__(self) -> str:
+        what = f"task {self.task!r} for queue {self.queue!r}" if self.task else f"queue {self.queue!r}"
+        pin = f" on node {self.census.node!r}" if self.census.node else ""
+        if not self.census.workers:
+            return f"{what}{pin} refused: no worker for queue {self.queue!r}; retry in {self.retry_after:g} s"
+        why = ", ".join(
+            f"{w.name} {w.reason.value if w.reason else 'free'} ({w.held}/{'?' if w.capacity is None else w.capacity})"
+            for w in self.census.workers[:8]
+        )
+        more = len(self.census.workers) - 8
+        tail = f" and {more} more" if more > 0 else ""
+        return f"{what}{pin} refused ({self.reason}): {why}{tail}; retry in {self.retry_after:g} s"

@@ -1,0 +1,332 @@
+"""Frozen value types that pass between producers, workers and the registry.
+
+Nothing here does I/O and nothing here knows Celery.  Times are seconds as ``float``; every instant is on
+the *store's* clock (design, invariant 11) and is comparable only with other instants of the same store.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from .errors import InvalidAdvertError, InvalidDemandError
+
+__all__ = (
+    "Advert",
+    "Census",
+    "Claim",
+    "CommitOutcome",
+    "Demand",
+    "LapsedWorker",
+    "Lot",
+    "Overview",
+    "Pulse",
+    "QueueView",
+    "Reason",
+    "Refusal",
+    "ReleaseOutcome",
+    "Released",
+    "Slot",
+    "Standing",
+    "WorkerState",
+    "WorkerView",
+)
+
+
+class Reason(str, Enum):
+    """Why a worker could not be chosen, or a dispatch was refused."""
+
+    FULL = "full"
+    DRAINING = "draining"
+    UNKNOWN_CAPACITY = "unknown capacity"
+    OTHER_NODE = "other node"
+    OTHER_QUEUE = "other queue"
+    UNKNOWN_TASK = "task not registered there"
+    LATE = "late"
+    LAPSED = "lapsed"
+    LIMIT = "limit"
+    REPLACED = "replaced by a newer registration"
+    NOT_WAITING = "nothing is waiting"
+    NO_WORKER = "no worker"
+
+
+class WorkerState(str, Enum):
+    """The one word that a status shows for a worker."""
+
+    READY = "ready"
+    LATE = "late"
+    DRAINING = "draining"
+    UNKNOWN = "unknown"
+    LAPSED = "lapsed"
+
+
+class Standing(str, Enum):
+    """What the registry thinks of the epoch that just spoke."""
+
+    CURRENT = "current"
+    #: A newer registration of the same name is there.  The speaker must stop taking work.
+    REPLACED = "replaced"
+    #: The registry does not know the worker (lapsed, or the store was lost).  The speaker must register again.
+    GONE = "gone"
+
+
+class CommitOutcome(str, Enum):
+    """What :meth:`Registry.commit` did."""
+
+    COMMITTED = "committed"
+    #: Committed before by the same epoch; nothing changed.
+    ALREADY = "already committed"
+    #: Unknown token: released, or its deadline passed.
+    GONE = "gone"
+    #: The speaker's epoch is not the current one; nothing changed.
+    STALE = "stale epoch"
+
+
+class ReleaseOutcome(str, Enum):
+    """What :meth:`Registry.release` or :meth:`Registry.cancel` did."""
+
+    RELEASED = "released"
+    #: Unknown token: released before, or its deadline passed; nothing changed.
+    ALREADY = "already released"
+    #: The speaker's epoch is not the one that holds the token; nothing changed.
+    STALE = "stale epoch"
+    #: Only from ``cancel``: the worker has committed the slot, so it is not the producer's any more.
+    COMMITTED = "committed by the worker"
+
+
+@dataclass(frozen=True)
+class Advert:
+    """What a worker says of itself when it registers.
+
+    ``capacity`` is the number of slots; ``None`` = not known yet (never chosen), ``0`` = paused.
+    ``queues`` are the managed queues that it serves, ``tasks`` the names registered in it.  A worker is
+    *late* ``lease_seconds`` after its last heartbeat and *lapsed* after ``lapse_seconds``; both travel with
+    the advert, so that processes with other settings judge the worker by its own.
+    """
+
+    worker: str
+    node: str
+    queues: tuple[str, ...]
+    tasks: frozenset[str]
+    capacity: int | None = None
+    lease_seconds: float = 15.0
+    lapse_seconds: float = 60.0
+    host: str = ""
+    pid: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("worker", "node"):
+            value = getattr(self, name)
+            if not isinstance(value, str) or not value:
+                raise InvalidAdvertError(name, value, "a non-empty string")
+        if not isinstance(self.queues, tuple) or not all(isinstance(q, str) and q for q in self.queues):
+            raise InvalidAdvertError("queues", self.queues, "a tuple of non-empty queue names")
+        if not isinstance(self.tasks, frozenset) or not all(isinstance(t, str) and t for t in self.tasks):
+            raise InvalidAdvertError("tasks", self.tasks, "a frozenset of non-empty task names")
+        check_capacity(self.capacity)
+        if not self.lease_seconds > 0:
+            raise InvalidAdvertError("lease_seconds", self.lease_seconds, "a number of seconds above 0")
+        if not self.lapse_seconds >= self.lease_seconds:
+            raise InvalidAdvertError(
+                "lapse_seconds", self.lapse_seconds, f"at least lease_seconds ({self.lease_seconds})"
+            )
+
+
+def check_capacity(capacity: int | None) -> None:
+    """Raise :exc:`InvalidAdvertError` unless ``capacity`` is ``None`` or an integer from 0 up."""
+    if capacity is None:
+        return
+    if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 0:
+        raise InvalidAdvertError("capacity", capacity, "an integer from 0 up, or None for not known yet")
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What one dispatch asks for.
+
+    ``node`` pins it: only a worker that advertises exactly that node matches.  ``park_lot`` names the lot
+    whose "somebody is waiting" mark a refusal sets in the same atomic step; ``None`` = the caller will not
+    park, so a refusal writes nothing.  ``ttl_seconds`` is how long the reservation may stay uncommitted.
+    """
+
+    queue: str
+    task: str | None = None
+    node: str | None = None
+    task_id: str | None = None
+    ttl_seconds: float = 30.0
+    park_lot: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.queue:
+            raise InvalidDemandError("queue", self.queue, "a non-empty queue name")
+        if not self.ttl_seconds > 0:
+            raise InvalidDemandError("ttl_seconds", self.ttl_seconds, "a number of seconds above 0")
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One unit of a worker's capacity, held by one dispatch, as the registry recorded it.
+
+    ``deadline`` is the instant at which an uncommitted reservation ends; it means nothing once committed.
+    ``mark`` is the version of the lot's mark that a claim for a parked task answers (0 = the lot had none).
+    """
+
+    token: str
+    worker: str
+    epoch: int
+    queue: str
+    node: str = ""
+    task: str | None = None
+    task_id: str | None = None
+    deadline: float = 0.0
+    committed: bool = False
+    lot: str | None = None
+    mark: int = 0
+
+
+@dataclass(frozen=True)
+class Lot:
+    """A durable place where tasks of ``queue`` wait; the default lot of a queue has the queue's name."""
+
+    name: str
+    queue: str
+
+
+@dataclass(frozen=True)
+class Claim:
+    """Asks that a freed slot be turned, in the same atomic step, into a claim for a parked task.
+
+    ``lots`` are looked at in the order given; the first whose mark is set and whose queue's limit has room
+    is claimed.
+    """
+
+    worker: str
+    epoch: int
+    lots: tuple[Lot, ...]
+
+
+@dataclass(frozen=True)
+class Released:
+    """Result of a release: what happened to the token, and the claim that the slot was turned into.
+
+    ``waiting`` is only meaningful when a lot was reported empty: its mark is still set, since somebody has
+    parked since or the last parked message may still be on its way.
+    """
+
+    outcome: ReleaseOutcome
+    claim: Slot | None = None
+    waiting: bool = False
+
+
+@dataclass(frozen=True)
+class WorkerView:
+    """One worker as the registry sees it.  ``reason`` is ``None`` when the worker could be chosen now."""
+
+    name: str
+    node: str
+    epoch: int
+    state: WorkerState
+    capacity: int | None
+    reserved: int
+    committed: int
+    queues: tuple[str, ...]
+    reason: Reason | None = None
+    detail: str = ""
+    #: Seconds since the last heartbeat.
+    lease_age: float = 0.0
+    host: str = ""
+    pid: int = 0
+
+    @property
+    def held(self) -> int:
+        """Slots in use: reserved and committed."""
+        return self.reserved + self.committed
+
+    @property
+    def free(self) -> int:
+        """Slots that could be claimed; never negative, 0 while the capacity is not known."""
+        return max(0, (self.capacity or 0) - self.held)
+
+
+@dataclass(frozen=True)
+class QueueView:
+    """One queue: its limit over the fleet (``None`` = none), slots held for it, and whether a task waits."""
+
+    name: str
+    limit: int | None
+    held: int
+    waiting: bool
+
+
+@dataclass(frozen=True)
+class Census:
+    """Who could take a task of this queue now, and for each worker that could not, why."""
+
+    queue: str
+    task: str | None
+    node: str | None
+    workers: tuple[WorkerView, ...]
+    limit: int | None = None
+    held: int = 0
+    waiting: bool = False
+
+    @property
+    def eligible(self) -> tuple[WorkerView, ...]:
+        """The workers that could be chosen now."""
+        return tuple(w for w in self.workers if w.reason is None)
+
+    @property
+    def free(self) -> int:
+        """Free slots of the eligible workers."""
+        return sum(w.free for w in self.eligible)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """No slot was claimed.  ``served`` tells whether any live worker of the namespace serves the queue at
+    all (eligible or not): without one, a producer behaves like plain Celery."""
+
+    reason: Reason
+    served: bool = True
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Pulse:
+    """The registry's answer to a heartbeat.
+
+    ``healed`` are tokens that the registry still counted and the worker no longer held: now released.
+    ``missing`` are tokens that the worker said it holds and the registry does not know: the worker checks
+    that it still holds them and calls :meth:`Registry.restore`.  ``store_time`` goes into the next
+    heartbeat as ``since``.  ``draining`` is the reason of a drain, or ``None``.
+    """
+
+    standing: Standing
+    healed: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    store_time: float = 0.0
+    draining: str | None = None
+    #: Host and pid of the registration that stands, when it is not the speaker's.
+    by: str = ""
+
+
+@dataclass(frozen=True)
+class LapsedWorker:
+    """A worker that is gone and whose own queue still has to be looked after.
+
+    ``settled``: no reservation for it can be in flight any more, so that an empty own queue can be deleted
+    and the entry forgotten.
+    """
+
+    name: str
+    epoch: int
+    settled: bool
+
+
+@dataclass(frozen=True)
+class Overview:
+    """Everything that a status shows."""
+
+    namespace: str
+    workers: tuple[WorkerView, ...] = field(default=())
+    queues: tuple[QueueView, ...] = field(default=())

@@ -1,0 +1,24 @@
+"""Names that producers, workers and sweepers must agree on."""
+
+from __future__ import annotations
+
+__all__ = ("HEADER", "node_lot", "node_of", "own_queue_name")
+
+#: The message header that carries the token and the origin.
+HEADER = "capacity"
+
+
+def own_queue_name(namespace: str, worker: str) -> str:
+    """The durable queue that only ``worker`` consumes."""
+    return f"capacity.{namespace}.{worker}"
+
+
+def node_lot(namespace: str, queue: str, node: str) -> str:
+    """The durable lot where tasks of ``queue`` that are pinned to ``node`` wait."""
+    return f"capacity.{namespace}.lot.{queue}.{node}"
+
+
+def node_of(worker: str) -> str:
+    """The default node of a worker: the host part of its nodename."""
+    _, separator, host = worker.partition("@")
+    return host if separator else worker

@@ -1,0 +1,270 @@
+"""The registry's contract: what every store does, and what a reservation is.
+
+Every operation is one atomic step: no caller ever sees half of one.  All of them may raise
+:exc:`~celery_capacity.errors.RegistryUnavailable` (nothing answered; it is not known whether the operation
+was carried out) or :exc:`~celery_capacity.errors.RegistryError` (the store said no; nothing changed).
+Implementations are thread-safe, fork-safe (a client is reopened in the child) and work under gevent.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+
+from ..errors import CapacityError, ReservationLost
+from ..models import (
+    Advert,
+    Census,
+    Claim,
+    CommitOutcome,
+    Demand,
+    LapsedWorker,
+    Lot,
+    Overview,
+    Pulse,
+    Refusal,
+    Released,
+    ReleaseOutcome,
+    Slot,
+)
+
+__all__ = ("Registry", "Reservation")
+
+logger = logging.getLogger(__name__)
+
+
+class Registry(ABC):
+    """A capacity registry for one namespace.
+
+    **Who may be chosen** (design, invariant 9; one derivation in each store, used by every operation that
+    chooses or claims): the worker is registered, serves ``demand.queue``, has ``demand.task`` registered
+    (if given), advertises exactly ``demand.node`` (if given), is not draining, its last heartbeat is
+    younger than its ``lease_seconds``, its capacity is known, and ``held < capacity``; and the queue's
+    limit, if one is set, is above what is held for the queue.
+
+    A reservation whose deadline has passed no longer counts and can no longer be committed, from that very
+    instant, whether or not a sweep has run.
+    """
+
+    #: Prefix of everything that this registry stores.
+    namespace: str
+    #: The URL that it was opened with, without the password.
+    url: str
+
+    # -- a worker's life ---------------------------------------------------------------------------------
+
+    @abstractmethod
+    def register(self, advert: Advert, holding: Iterable[Slot] = ()) -> int:
+        """Register a worker, or register it anew, and return its epoch: higher than any that the name had.
+
+        Whatever an older registration of the name held is released in the same step; then ``holding``, the
+        slots that the worker really holds now (it comes back after a lapse, or the store was lost), are put
+        back as committed, under their old tokens and the new epoch, even past the capacity, since they run.
+        All or nothing: nothing is left behind by a call that raises.
+        """
+
+    @abstractmethod
+    def heartbeat(self, worker: str, epoch: int, holding: Iterable[str] = (), since: float = 0.0) -> Pulse:
+        """Renew the lease and compare ``holding`` (tokens) with what is recorded as committed.
+
+        A committed token that is not in ``holding`` is released, if it was committed before ``since`` (the
+        ``store_time`` of the previous pulse): one that was committed later may have been taken on after the
+        caller listed what it holds.  Tokens that are not known come back as ``missing``.
+        """
+
+    @abstractmethod
+    def restore(self, worker: str, epoch: int, slots: Iterable[Slot]) -> int:
+        """Put back, as committed, slots that the worker holds and the registry lost; returns how many.
+
+        A token that is known already, or an epoch that is not current, changes nothing.
+        """
+
+    @abstractmethod
+    def resize(self, worker: str, epoch: int, capacity: int | None) -> bool:
+        """Say how many slots the worker offers from now on; ``None`` = not known, so it is not chosen.
+
+        Nothing is taken away when it is lowered below what is held.  False if the epoch is not current.
+
+        :raises InvalidAdvertError: if ``capacity`` is not ``None`` or an integer from 0 up.
+        """
+
+    @abstractmethod
+    def deregister(self, worker: str, epoch: int) -> bool:
+        """The worker is gone: free all its slots and leave an entry for :meth:`expire` to hand out.
+
+        False, and nothing changed, if the epoch is not current; so a second call is harmless.
+        """
+
+    @abstractmethod
+    def drain(self, worker: str, reason: str, seconds: float | None = None) -> bool:
+        """Make a worker ineligible until :meth:`admit`, until ``seconds`` have passed, or until it registers
+        anew.  A second call replaces reason and expiry.  False if there is no such worker."""
+
+    @abstractmethod
+    def admit(self, worker: str) -> bool:
+        """End a drain.  False if there is no such worker; harmless if it was not draining."""
+
+    # -- slots -------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def select_and_reserve(self, demand: Demand) -> Reservation | Refusal:
+        """Choose a worker and claim one of its slots, in one step.
+
+        Rotation: the first eligible worker, in name order, after the last one chosen for the same (queue,
+        task, node), else the first of all.  A refusal moves no cursor and creates none; it sets the mark of
+        ``demand.park_lot`` if there is one and a live worker serves the queue.
+        """
+
+    def select_and_reserve_many(self, demands: Sequence[Demand]) -> list[Reservation | Refusal]:
+        """As :meth:`select_and_reserve` for each, in order.  Each is a step of its own."""
+        return [self.select_and_reserve(demand) for demand in demands]
+
+    @abstractmethod
+    def reserve_worker(
+        self, worker: str, epoch: int, demand: Demand, *, commit: bool = False
+    ) -> Reservation | Refusal:
+        """Claim a slot on one named worker, checking all of its eligibility now.  No cursor is moved.
+
+        With ``commit`` the slot is committed from the start: for a worker that claims for itself.
+        """
+
+    @abstractmethod
+    def claim_parked(
+        self, worker: str, epoch: int, lots: Sequence[Lot], *, marked_only: bool = True
+    ) -> Slot | Refusal:
+        """Claim a committed slot on this worker, to fetch one parked task with.
+
+        The first of ``lots`` whose mark is set (or simply the first, without ``marked_only``) and whose
+        queue's limit has room; its name and mark are in the slot.  ``Reason.NOT_WAITING`` if none is marked.
+        """
+
+    @abstractmethod
+    def commit(self, token: str, worker: str, epoch: int) -> CommitOutcome:
+        """The worker takes a reservation over.  No count changes.  A second call answers ``ALREADY``."""
+
+    @abstractmethod
+    def release(
+        self, token: str, epoch: int | None = None, *, then: Claim | None = None, emptied: Slot | None = None
+    ) -> Released:
+        """Give a slot back, once; again is a no-op that answers ``ALREADY``.
+
+        ``epoch``, if given, is the epoch of the worker that speaks; one that does not hold the token
+        changes nothing.  ``then``: turn the slot that was freed by this very call into a claim for a parked
+        task, if one of the lots is marked, the worker is eligible but for being full, and it is not above
+        its capacity.  ``emptied`` is the claim whose lot was found empty: its mark is cleared, unless
+        somebody has parked since (another version) or the last parked message may still be on its way
+        (parked less than the demand's ``ttl_seconds`` ago); and it is not claimed again by ``then``.
+        """
+
+    @abstractmethod
+    def cancel(self, token: str) -> ReleaseOutcome:
+        """Give back a reservation that was not handed over (the producer's undo).
+
+        A slot that a worker has committed stays as it is (``COMMITTED``): the message arrived after all.
+        """
+
+    # -- limits, clean-up, views -------------------------------------------------------------------------
+
+    @abstractmethod
+    def set_limit(self, queue: str, limit: int | None) -> None:
+        """At most ``limit`` slots are held for the queue over the fleet; ``None`` = no limit, 0 = paused.
+
+        Lowering takes nothing away.
+
+        :raises InvalidDemandError: if ``limit`` is not ``None`` or an integer from 0 up.
+        """
+
+    @abstractmethod
+    def expire(self, cleaner: str, lease_seconds: float = 30.0) -> tuple[LapsedWorker, ...]:
+        """Free the slots of workers that have lapsed, and hand out the workers to clean up after.
+
+        Each gone worker is handed to one ``cleaner`` at a time; it stays its until ``lease_seconds`` after
+        its last call, then another may get it.  Called again by the same cleaner it is handed out again.
+        A worker that registers again is no longer handed out.
+        """
+
+    @abstractmethod
+    def forget(self, worker: str, epoch: int) -> bool:
+        """The clean-up after this gone worker is finished.  False if it registered again; harmless twice."""
+
+    @abstractmethod
+    def census(self, queue: str, task: str | None = None, node: str | None = None) -> Census:
+        """For every registered worker, in name order: could it be chosen for this now, and if not, why.
+
+        Changes nothing that anyone can observe.
+        """
+
+    @abstractmethod
+    def overview(self) -> Overview:
+        """All workers (gone ones that await clean-up as ``lapsed``) and all queues, in name order."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close connections.  Harmless twice; the registry's state stays."""
+
+    def __enter__(self) -> Registry:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+class Reservation:
+    """A slot that was claimed and must now be handed over or given back.
+
+    Use it as a context manager: leaving the block without :meth:`commit` or :meth:`transfer` gives the slot
+    back.  If that fails, an error naming the worker and the token is logged, since the slot is lost until
+    its deadline; the exception that left the block is never replaced.
+    """
+
+    __slots__ = ("_open", "_registry", "slot")
+
+    def __init__(self, registry: Registry, slot: Slot) -> None:
+        self._registry = registry
+        self.slot = slot
+        self._open = True
+
+    def commit(self) -> Slot:
+        """Take the slot over for the worker it is on.  A second call is harmless.
+
+        :raises ReservationLost: if it is no longer this caller's.
+        """
+        outcome = self._registry.commit(self.slot.token, self.slot.worker, self.slot.epoch)
+        self._open = False
+        if outcome not in (CommitOutcome.COMMITTED, CommitOutcome.ALREADY):
+            raise ReservationLost(f"slot {self.slot.token} on {self.slot.worker}: {outcome.value}")
+        return self.slot
+
+    def transfer(self) -> Slot:
+        """The slot is somebody else's to commit and release from here on (its token travels with the message)."""
+        self._open = False
+        return self.slot
+
+    def release(self) -> None:
+        """Give the slot back now, unless it was handed over.  Harmless twice."""
+        if not self._open:
+            return
+        self._open = False
+        try:
+            self._registry.cancel(self.slot.token)
+        except CapacityError as exc:
+            logger.error(
+                "could not give back slot %s on worker %s; it is lost until its deadline: %s",
+                self.slot.token,
+                self.slot.worker,
+                exc,
+                extra={"action": "release_failed", "token": self.slot.token, "worker": self.slot.worker},
+            )
+
+    def __enter__(self) -> Reservation:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def __repr__(self) -> str:
+        return f"<Reservation {self.slot.token} on {self.slot.worker}{'' if self._open else ' (handed over)'}>"
