@@ -1,0 +1,363 @@
+"""The producer's side: destination, reservation, publish, and the undo when the publish fails.
+
+The hook sits where Celery publishes (``AMQP.send_task_message``), since only there the final destination,
+the task id, the eta and the outcome of the publish are known together.  A reservation made in a
+``task_routes`` function would leak whenever the caller's own destination wins.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING, Any
+
+from celery.app.amqp import AMQP
+from celery.app.routes import Router
+from celery.utils.time import maybe_iso8601, maybe_make_aware
+from kombu import Exchange, Queue
+from kombu.common import Broadcast
+
+from .errors import CapacityExhausted, ConfigurationError, RegistryError
+from .models import Demand, Refusal, Slot
+from .naming import HEADER, node_lot, own_queue_name
+from .registry import Registry, Reservation
+
+if TYPE_CHECKING:
+    from .outage import Outage
+    from .settings import Settings
+
+__all__ = ("CapacityAMQPMixin", "CapacityAMQP", "Dispatcher", "lot_queue", "own_queue")
+
+logger = logging.getLogger(__name__)
+
+#: Options of a call that are the plugin's: taken out before the message is built.
+OPTIONS = ("node", "when_full")
+POLICIES = ("park", "refuse")
+#: How long a producer that was refused is advised to wait.
+RETRY_AFTER_SECONDS = 1.0
+#: At most one "no worker for queue" warning a queue in this many seconds.
+UNSERVED_WARNING_SECONDS = 60.0
+
+
+def own_queue(namespace: str, worker: str, arguments: Mapping[str, Any] | None = None) -> Queue:
+    """The worker's own queue, reached through the default exchange alone."""
+    name = own_queue_name(namespace, worker)
+    return Queue(name, Exchange(""), routing_key=name, durable=True, queue_arguments=dict(arguments or {}) or None)
+
+
+def lot_queue(name: str, like: Queue) -> Queue:
+    """A lot beside a queue's own: durable, of the same queue type, reached through the default exchange."""
+    kind = {k: v for k, v in (like.queue_arguments or {}).items() if k in ("x-queue-type", "x-max-priority")}
+    return Queue(name, Exchange(""), routing_key=name, durable=True, queue_arguments=kind or None)
+
+
+class CapacityRouter(Router):  # type: ignore[misc]
+    """Celery's router, which also carries the plugin's options of a message over to its retry.
+
+    A retry resends the headers of the message (Celery's ``signature_from_request``), and only here can an
+    option that the caller gave be told from one that a route adds.
+    """
+
+    def route(
+        self, options: dict[str, Any], name: str, args: Any = (), kwargs: Any = None, task_type: Any = None
+    ) -> dict[str, Any]:
+        inherited = (options.get("headers") or {}).get(HEADER)
+        if isinstance(inherited, Mapping):
+            for key in OPTIONS:
+                if inherited.get(key) is not None:
+                    options.setdefault(key, inherited[key])
+        routed: dict[str, Any] = super().route(options, name, args, kwargs, task_type)
+        return routed
+
+
+class CapacityAMQPMixin:
+    """What the plugin adds to an app's AMQP class.  ``app.capacity`` has the parts."""
+
+    app: Any
+    queues: Any
+
+    def _create_task_sender(self) -> Callable[..., Any]:
+        sender: Callable[..., Any] = super()._create_task_sender()  # type: ignore[misc]
+        dispatcher: Dispatcher = self.app.capacity.dispatcher
+
+        def send_task_message(producer: Any, name: str, message: Any, **options: Any) -> Any:
+            return dispatcher.send(sender, producer, name, message, **options)
+
+        return send_task_message
+
+    def Router(self, queues: Any = None, create_missing: Any = None) -> CapacityRouter:  # noqa: N802
+        plain = super().Router(queues, create_missing)  # type: ignore[misc]
+        return CapacityRouter(plain.routes, plain.queues, plain.create_missing, app=plain.app)
+
+    def TaskConsumer(self, channel: Any, queues: Any = None, accept: Any = None, **kw: Any) -> Any:  # noqa: N802
+        consumer = None if queues else self.app.capacity.task_consumer(channel, accept=accept, **kw)
+        if consumer is not None:
+            return consumer
+        return super().TaskConsumer(channel, queues=queues, accept=accept, **kw)  # type: ignore[misc]
+
+
+class CapacityAMQP(CapacityAMQPMixin, AMQP):  # type: ignore[misc]
+    """Celery's AMQP with the plugin.  At module level, so that an app can still be pickled."""
+
+
+class Dispatcher:
+    """Sends a task message: to the worker whose slot was claimed, to a lot, or as Celery would."""
+
+    def __init__(
+        self, app: Any, settings: Settings, registry: Callable[[], Registry], outage: Outage
+    ) -> None:
+        self.app = app
+        self.settings = settings
+        self._registry = registry
+        self._outage = outage
+        self._own_queues: dict[str, Queue] = {}
+        self._unserved_warned: dict[str, float] = {}
+
+    def send(
+        self,
+        sender: Callable[..., Any],
+        producer: Any,
+        name: str,
+        message: Any,
+        *,
+        exchange: Any = None,
+        routing_key: str | None = None,
+        queue: Any = None,
+        headers: Mapping[str, Any] | None = None,
+        node: str | None = None,
+        when_full: str | None = None,
+        **options: Any,
+    ) -> Any:
+        """Publish one task message.
+
+        :raises CapacityExhausted: under ``when_full="refuse"``; nothing was published.
+        :raises RegistryError: under ``capacity_on_registry_error="raise"``; nothing was published.
+        :raises ConfigurationError: ``node`` or ``when_full`` make no sense; nothing was published.
+        """
+        node, when_full = self._call_options(name, node, when_full)
+        # A token that arrives with the headers is the one of an earlier attempt: never trusted, never resent.
+        clean = {k: v for k, v in (headers or {}).items() if k != HEADER}
+        kept = {k: v for k, v in (("node", node), ("when_full", when_full)) if v is not None}
+        plain_headers = {**clean, HEADER: kept} if kept else clean
+
+        def publish_plain() -> Any:
+            return sender(
+                producer,
+                name,
+                message,
+                exchange=exchange,
+                routing_key=routing_key,
+                queue=queue,
+                headers=plain_headers or None,
+                **options,
+            )
+
+        target = self.managed_queue(queue, exchange, routing_key, options.get("exchange_type"))
+        if target is None or _is_delayed(message):
+            return publish_plain()
+        policy = when_full or self.settings.policy_for(target.name)
+        lot = node_lot(self.settings.namespace, target.name, node) if node else target.name
+        demand = Demand(
+            queue=target.name,
+            task=name,
+            node=node,
+            task_id=_task_id(message),
+            ttl_seconds=self.settings.reservation_seconds,
+            park_lot=lot if policy == "park" else None,
+        )
+        try:
+            claim = self._outage.call(self._registry().select_and_reserve, demand)
+        except RegistryError:
+            if self.settings.on_registry_error == "raise":
+                raise
+            # Without the registry nobody knows whether a pinned lot is read; its workers do read it.
+            return self._park(sender, producer, name, message, target, lot, kept, clean, publish_plain, options)
+        if isinstance(claim, Refusal):
+            if not claim.served:
+                self._nobody_serves(demand, policy)
+                return publish_plain()
+            if policy == "refuse":
+                raise self._exhausted(demand, claim)
+            return self._park(sender, producer, name, message, target, lot, kept, clean, publish_plain, options)
+        with claim:
+            origin = {"queue": target.name, "exchange": exchange_name(target), "routing_key": rkey(target, routing_key)}
+            result = self._to_worker(sender, producer, name, message, target, claim, {**kept, **origin}, clean, options)
+            claim.transfer()
+            return result
+
+    # -- where to --------------------------------------------------------------------------------------
+
+    def managed_queue(
+        self, queue: Any, exchange: Any, routing_key: str | None, exchange_type: str | None = None
+    ) -> Queue | None:
+        """The queue whose pool takes this message, or ``None`` if it is to be left as it is.
+
+        Left alone: exchange-only sends, broadcasts, exchanges that copy to several queues, queues that
+        ``capacity_queues`` does not select.
+        """
+        amqp = self.app.amqp
+        if queue is None:
+            if exchange is not None:
+                return None
+            queue = amqp.default_queue
+        elif isinstance(queue, str):
+            queue = amqp.queues[queue]
+        if isinstance(queue, Broadcast) or not self.settings.manages(queue.name):
+            return None
+        kind = exchange_type or (queue.exchange.type if queue.exchange else None) or "direct"
+        if exchange and routing_key:
+            return None  # the caller's own destination: a router's queue was only merged in beside it
+        if kind == "direct":
+            return queue
+        if kind == "topic" and not exchange and self._only_reader(queue):
+            return queue
+        return None
+
+    def _only_reader(self, queue: Queue) -> bool:
+        exchange = exchange_name(queue)
+        queues = self.app.amqp.queues
+        return not any(
+            other.name != queue.name and exchange_name(other) == exchange for other in dict.values(queues)
+        )
+
+    # -- what with -------------------------------------------------------------------------------------
+
+    def _call_options(self, name: str, node: str | None, when_full: str | None) -> tuple[str | None, str | None]:
+        if node is None or when_full is None:
+            task = self.app._tasks.get(name) if isinstance(self.app._tasks, dict) else None
+            if task is not None:
+                node = node if node is not None else getattr(task, "node", None)
+                when_full = when_full if when_full is not None else getattr(task, "when_full", None)
+        if node is not None and (not isinstance(node, str) or not node):
+            raise ConfigurationError("node", node, "the name of a node, a non-empty string")
+        if when_full is not None and when_full not in POLICIES:
+            raise ConfigurationError("when_full", when_full, " or ".join(map(repr, POLICIES)))
+        return node, when_full
+
+    def _to_worker(
+        self,
+        sender: Callable[..., Any],
+        producer: Any,
+        name: str,
+        message: Any,
+        target: Queue,
+        claim: Reservation,
+        header: dict[str, Any],
+        headers: dict[str, Any],
+        options: dict[str, Any],
+    ) -> Any:
+        slot = claim.slot
+        header.update(token=slot.token, worker=slot.worker, epoch=slot.epoch)
+        options = {**options, "exchange_type": "direct", "declare": []}
+        if options.get("delivery_mode") is None and target.exchange is not None:
+            options["delivery_mode"] = target.exchange.delivery_mode
+        # The worker declared its own queue before it became eligible, so nothing is declared here: a
+        # declaration cached by a producer says nothing about a queue that was deleted since.
+        return sender(
+            producer,
+            name,
+            message,
+            queue=self._own_queue(slot),
+            headers={**headers, HEADER: header},
+            **options,
+        )
+
+    def _park(
+        self,
+        sender: Callable[..., Any],
+        producer: Any,
+        name: str,
+        message: Any,
+        target: Queue,
+        lot: str,
+        kept: dict[str, Any],
+        headers: dict[str, Any],
+        publish_plain: Callable[[], Any],
+        options: dict[str, Any],
+    ) -> Any:
+        if lot == target.name:
+            return publish_plain()
+        header = {
+            **kept,
+            "queue": target.name,
+            "exchange": exchange_name(target),
+            "routing_key": rkey(target, None),
+        }
+        parked = lot_queue(lot, target)
+        options = {**options, "exchange_type": "direct"}
+        return sender(producer, name, message, queue=parked, headers={**headers, HEADER: header}, **options)
+
+    def _own_queue(self, slot: Slot) -> Queue:
+        queue = self._own_queues.get(slot.worker)
+        if queue is None:
+            queue = self._own_queues[slot.worker] = own_queue(self.settings.namespace, slot.worker)
+        return queue
+
+    # -- when nobody can take it -----------------------------------------------------------------------
+
+    def _nobody_serves(self, demand: Demand, policy: str) -> None:
+        """No capacity worker serves the queue: exactly plain Celery, unless there is a fleet that refuses."""
+        if policy == "refuse":
+            census = self._outage.call(self._registry().census, demand.queue, demand.task, demand.node)
+            if self._outage.call(self._registry().overview).workers:
+                raise CapacityExhausted(
+                    demand.queue,
+                    demand.task,
+                    f"no worker for queue {demand.queue!r}",
+                    census,
+                    RETRY_AFTER_SECONDS,
+                )
+            return
+        now = time.monotonic()
+        if now >= self._unserved_warned.get(demand.queue, now):
+            self._unserved_warned[demand.queue] = now + UNSERVED_WARNING_SECONDS
+            logger.info(
+                "no capacity worker serves queue %r; publishing as plain Celery does",
+                demand.queue,
+                extra={"action": "unserved", "queue": demand.queue},
+            )
+
+    def _exhausted(self, demand: Demand, refusal: Refusal) -> CapacityExhausted:
+        census = self._outage.call(self._registry().census, demand.queue, demand.task, demand.node)
+        return CapacityExhausted(
+            demand.queue, demand.task, refusal.reason.value, census, RETRY_AFTER_SECONDS
+        )
+
+
+def exchange_name(queue: Queue) -> str:
+    """The exchange that Celery publishes to for this queue: the default one if its own is direct."""
+    if queue.exchange is None or (queue.exchange.type or "direct") == "direct":
+        return ""
+    return str(queue.exchange.name or "")
+
+
+def rkey(queue: Queue, routing_key: str | None) -> str:
+    """The routing key that goes with :func:`exchange_name`."""
+    if exchange_name(queue) == "":
+        return str(queue.name)
+    return str(routing_key or queue.routing_key or queue.name)
+
+
+def _field(message: Any, key: str) -> Any:
+    headers, _, body, _ = message
+    if key in headers:
+        return headers[key]
+    return body.get(key) if isinstance(body, Mapping) else None  # task protocol 1
+
+
+def _task_id(message: Any) -> str | None:
+    value = _field(message, "id")
+    return None if value is None else str(value)
+
+
+def _is_delayed(message: Any) -> bool:
+    eta = _field(message, "eta")
+    if not eta:
+        return False
+    try:
+        when: datetime = maybe_make_aware(maybe_iso8601(eta), timezone.utc)
+        return when > datetime.now(timezone.utc)
+    except (AttributeError, TypeError, ValueError):
+        return True  # the worker will say what is wrong with it
