@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-__all__ = ("HEADER", "node_lot", "node_of", "own_queue_name")
+from uuid import uuid4
+
+__all__ = ("HEADER", "new_token", "node_lot", "node_of", "own_queue_name")
 
 #: The message header that carries the token and the origin.
 HEADER = "capacity"
@@ -22,3 +24,8 @@ def node_of(worker: str) -> str:
     """The default node of a worker: the host part of its nodename."""
     _, separator, host = worker.partition("@")
     return host if separator else worker
+
+
+def new_token(worker: str, epoch: int) -> str:
+    """A token that no other slot ever had.  It names its owner, so that a store can find it without an index."""
+    return f"{uuid4().hex}.{epoch}.{worker}"

@@ -1,0 +1,132 @@
+"""What this worker holds: every slot, with the message and the request that it is held for.
+
+The ledger is the worker's truth.  The registry is compared with it at every heartbeat.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from ..models import Slot
+
+__all__ = ("Entry", "Ledger", "Phase")
+
+
+class Phase(Enum):
+    """Where the message of an entry is."""
+
+    RECEIVED = "received"
+    #: In the timer (eta) or waiting for a rate-limit token; holds no slot.
+    DELAYED = "delayed"
+    #: Due, but every slot is taken and it cannot be given to anybody else (not from a managed queue).
+    WAITING = "waiting"
+    HANDED = "handed to the pool"
+
+
+@dataclass(eq=False)
+class Entry:
+    """One message that this worker has taken and not finished."""
+
+    message: Any
+    #: The managed queue that it belongs to, or ``None``.
+    queue: str | None
+    node: str | None = None
+    slot: Slot | None = None
+    phase: Phase = Phase.RECEIVED
+    since: float = field(default_factory=time.monotonic)
+    _request: weakref.ReferenceType[Any] | None = None
+
+    @property
+    def request(self) -> Any:
+        """Celery's request, while Celery keeps it.  Weak: Celery's own sets of requests are weak too, and an
+        entry must not keep one alive that Celery has dropped."""
+        return self._request() if self._request is not None else None
+
+    @request.setter
+    def request(self, request: Any) -> None:
+        self._request = weakref.ref(request)
+
+    @property
+    def was_requested(self) -> bool:
+        """Celery has made a request of the message (and not refused it at receipt)."""
+        return self._request is not None
+
+
+class Ledger:
+    """Thread-safe.  Every slot leaves it exactly once."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self._entries: dict[int, Entry] = {}
+        self._claims: dict[str, Slot] = {}
+
+    def add(self, entry: Entry) -> Entry:
+        """Take an entry in.  If its slot was a claim, it is now the entry's."""
+        with self.lock:
+            self._entries[id(entry.message)] = entry
+            if entry.slot is not None:
+                self._claims.pop(entry.slot.token, None)
+        return entry
+
+    def find(self, message: Any) -> Entry | None:
+        """The entry of this very message object."""
+        return self._entries.get(id(message))
+
+    def finish(self, entry: Entry) -> Slot | None:
+        """Take the entry out; its slot is returned to the first caller, and ``None`` to all others."""
+        with self.lock:
+            if self._entries.get(id(entry.message)) is entry:
+                del self._entries[id(entry.message)]
+            return self.detach(entry)
+
+    def detach(self, entry: Entry) -> Slot | None:
+        """Take the slot from the entry, which stays."""
+        with self.lock:
+            slot, entry.slot = entry.slot, None
+            return slot
+
+    def attach(self, entry: Entry, slot: Slot) -> None:
+        """Give the entry a slot."""
+        with self.lock:
+            entry.slot = slot
+
+    def claim(self, slot: Slot) -> None:
+        """Note a slot that is held to fetch a message with."""
+        with self.lock:
+            self._claims[slot.token] = slot
+
+    def unclaim(self, slot: Slot) -> None:
+        """The claim is given back."""
+        with self.lock:
+            self._claims.pop(slot.token, None)
+
+    def entries(self) -> list[Entry]:
+        """A copy of all entries."""
+        with self.lock:
+            return list(self._entries.values())
+
+    def slots(self) -> list[Slot]:
+        """A copy of all slots held, claims included."""
+        with self.lock:
+            held = [entry.slot for entry in self._entries.values() if entry.slot is not None]
+            return held + list(self._claims.values())
+
+    def holds(self, token: str) -> bool:
+        """Is the token held for a message or a claim?"""
+        return any(slot.token == token for slot in self.slots())
+
+    @property
+    def held(self) -> int:
+        """How many slots are held."""
+        return len(self.slots())
+
+    @property
+    def delayed(self) -> int:
+        """How many messages are held that are not due."""
+        with self.lock:
+            return sum(entry.phase is Phase.DELAYED for entry in self._entries.values())
