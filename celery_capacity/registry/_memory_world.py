@@ -362,8 +362,7 @@ class World:
         else:
             held = Held(token, worker, queue, deadline, None)
             heappush(self.deadlines, (deadline, serial, held))
-            if deadline > worker.last_deadline:
-                worker.last_deadline = deadline
+            worker.last_deadline = max(worker.last_deadline, deadline)
         slots = worker.slots
         self.slots[token] = slots[token] = held
         queue.held += 1

@@ -106,6 +106,8 @@ class ChoiceContract(ContractBase):
 
     def test_turns_of_a_pool_without_workers_are_forgotten(self, registry: Registry) -> None:
         epochs = {name: registry.register(self.advert(name, capacity=9)) for name in ("w1", "w2")}
+        # It serves the queue, but is not in the pool of task t.
+        registry.register(self.advert("w9", tasks=frozenset({"u"})))
         assert self._chosen(registry, 1) == ["w1"]
         for name, epoch in epochs.items():
             registry.deregister(name, epoch)
@@ -316,7 +318,7 @@ class ChoiceContract(ContractBase):
     # -- census ------------------------------------------------------------------------------------------
 
     def test_census_gives_a_reason_for_every_worker(self, registry: Registry) -> None:
-        adverts = {
+        adverts: dict[str, dict[str, Any]] = {
             "a-full": {"capacity": 0},
             "b-unknown": {"capacity": None},
             "c-node": {"node": "elsewhere"},

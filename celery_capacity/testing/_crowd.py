@@ -6,6 +6,8 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TypeVar
 
 from ..models import CommitOutcome, Reason, Refusal, ReleaseOutcome
 from ..registry.contract import Registry, Reservation
@@ -16,11 +18,14 @@ __all__ = ("CrowdContract",)
 CROWD = 16
 
 
-def together(count: int, call: Callable[[int], object]) -> list[object]:
+T = TypeVar("T")
+
+
+def together(count: int, call: Callable[[int], T]) -> list[T]:
     """``call(0) … call(count - 1)`` in as many threads, let go at the same instant."""
     gate = threading.Barrier(count)
 
-    def run(index: int) -> object:
+    def run(index: int) -> T:
         gate.wait(timeout=30)
         return call(index)
 
@@ -66,9 +71,11 @@ class CrowdContract(ContractBase):
         epoch = registry.register(self.advert("w1"))
         for _ in range(10):
             slot = take(registry, self.demand())
-            committed, cancelled = together(
-                2, lambda i, t=slot.token: registry.cancel(t) if i else registry.commit(t, "w1", epoch)  # type: ignore[misc]
+            calls: tuple[Callable[[], object], ...] = (
+                partial(registry.commit, slot.token, "w1", epoch),
+                partial(registry.cancel, slot.token),
             )
+            committed, cancelled = together(2, lambda index, calls=calls: calls[index]())
             if committed is CommitOutcome.COMMITTED:
                 assert cancelled is ReleaseOutcome.COMMITTED
                 assert registry.release(slot.token, epoch).outcome is ReleaseOutcome.RELEASED
@@ -77,10 +84,10 @@ class CrowdContract(ContractBase):
             assert slots_held(registry) == 0
 
     def test_registrations_at_once_get_epochs_of_their_own(self, registry: Registry) -> None:
-        epochs = together(CROWD, lambda _: registry.register(self.advert("w1")))
+        epochs = sorted(together(CROWD, lambda _: registry.register(self.advert("w1"))))
         assert len(set(epochs)) == CROWD
         (shown,) = registry.overview().workers
-        assert shown.epoch == max(epochs, key=int)  # type: ignore[call-overload]
+        assert shown.epoch == epochs[-1]
 
     def test_gone_worker_is_handed_to_one_of_many_cleaners(self, registry: Registry) -> None:
         registry.deregister("w1", registry.register(self.advert("w1")))

@@ -195,6 +195,7 @@ class WorkerContract(ContractBase):
         assert (pulse.standing, pulse.missing) == (Standing.CURRENT, ("lost",))
         assert slots_held(registry) == 0, "only reported, not put back"
         assert registry.restore("w1", epoch, [_slot("lost")]) == 1
+        assert refused(registry, self.demand()).reason is Reason.FULL
         assert registry.heartbeat("w1", epoch, holding=["lost"]).missing == ()
         assert (view(registry, "w1").committed, view(registry, "w1").reason) == (1, Reason.FULL)
         assert registry.restore("w1", epoch, [_slot("lost")]) == 0

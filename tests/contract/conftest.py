@@ -39,6 +39,8 @@ class Store:
         self.url = url
         self.options = options
         self.advance: Callable[[float], None] = time.sleep
+        #: Only where the tests move time by hand.
+        self.clock: ManualClock | None = None
         self.suffix = uuid.uuid4().hex[:12]
         self._opened = ExitStack()
 
@@ -59,7 +61,7 @@ def _memory(tmp_path: Path) -> Store:
 def _memory_by_hand(tmp_path: Path) -> Store:
     clock = ManualClock()
     store = Store("memory-by-hand", f"memory://{uuid.uuid4().hex}", clock=clock)
-    store.advance = clock.advance
+    store.clock, store.advance = clock, clock.advance
     return store
 
 
