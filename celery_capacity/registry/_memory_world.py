@@ -12,133 +12,32 @@ from __future__ import annotations
 
 import math
 import os
-from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 from threading import Lock
 
 from ..errors import RegistryError
-from ..models import Advert, Demand, Reason, Slot
+from ..models import Demand, Reason, Slot
+from ._memory_records import (
+    DRAINING,
+    FULL,
+    LAPSED,
+    LATE,
+    READY,
+    REASONS,
+    UNKNOWN,
+    Gone,
+    Group,
+    Held,
+    Mark,
+    Queue,
+    Worker,
+)
 
-__all__ = ("DRAINING", "FULL", "LAPSED", "LATE", "READY", "REASONS", "UNKNOWN", "Gone", "Held", "Mark", "Worker", "World")
-
-#: What time, drains and counts say of a worker: plain integers, since an Enum's hash is slow.  A worker that is in
-#: several of them has the last one.
-READY, FULL, UNKNOWN, DRAINING, LATE, LAPSED = range(6)
-REASONS = (None, Reason.FULL, Reason.UNKNOWN_CAPACITY, Reason.DRAINING, Reason.LATE, Reason.LAPSED)
+__all__ = ("World",)
 
 #: Closed reservations left in the heap of deadlines before it is worth looking whether to rebuild it.
 _COMPACT_AT = 1024
-
-
-class Group:
-    """The members of one queue, one node (or all) and one capability class."""
-
-    __slots__ = ("counts", "names", "tasks")
-
-    def __init__(self, tasks: frozenset[str]) -> None:
-        self.tasks = tasks
-        self.names: list[str] = []
-        self.counts = [0] * len(REASONS)
-
-
-class Queue:
-    """One queue: its limit, what is held for it, its groups by node (``None`` = all) and its cursors."""
-
-    __slots__ = ("cursors", "groups", "held", "limit", "name")
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.limit: int | None = None
-        self.held = 0
-        self.groups: dict[str | None, dict[frozenset[str], Group]] = {}
-        self.cursors: dict[tuple[str | None, str | None], str] = {}
-
-    @property
-    def has_room(self) -> bool:
-        return self.limit is None or self.held < self.limit
-
-    @property
-    def served(self) -> bool:
-        """Whether any worker that has not lapsed serves this queue."""
-        return any(sum(g.counts) > g.counts[LAPSED] for g in self.groups.get(None, {}).values())
-
-    def matching(self, task: str | None, node: str | None) -> list[Group]:
-        return [g for g in self.groups.get(node, {}).values() if task is None or task in g.tasks]
-
-
-class Worker:
-    """One registered worker."""
-
-    __slots__ = (
-        "advert",
-        "alarm_at",
-        "beat",
-        "capacity",
-        "committed",
-        "drain",
-        "drain_until",
-        "epoch",
-        "groups",
-        "last_deadline",
-        "name",
-        "slots",
-        "status",
-    )
-
-    def __init__(self, advert: Advert, epoch: int, now: float) -> None:
-        self.advert = advert
-        self.name = advert.worker
-        self.epoch = epoch
-        self.capacity = advert.capacity
-        self.beat = now
-        self.drain: str | None = None
-        self.drain_until = math.inf
-        self.status = UNKNOWN
-        self.slots: dict[str, Held] = {}
-        self.committed = 0
-        #: Latest deadline of any reservation ever made on it: until then a message may be on its way to it.
-        self.last_deadline = 0.0
-        self.alarm_at = math.inf
-        self.groups: list[Group] = []
-
-
-class Held:
-    """One slot that is held.  ``deadline`` is infinite once it is committed or given back."""
-
-    __slots__ = ("committed_at", "deadline", "queue", "token", "worker")
-
-    def __init__(
-        self, token: str, worker: Worker | None, queue: Queue | None, deadline: float, committed_at: float | None
-    ) -> None:
-        self.token = token
-        self.worker: Worker = worker  # type: ignore[assignment]  # None only in the heap's sentinel
-        self.queue: Queue = queue  # type: ignore[assignment]
-        self.deadline = deadline
-        self.committed_at = committed_at
-
-
-class Mark:
-    """Somebody has parked a task in a lot."""
-
-    __slots__ = ("parked_until", "queue", "version")
-
-    def __init__(self, queue: str) -> None:
-        self.queue = queue
-        self.version = 0
-        self.parked_until = 0.0
-
-
-class Gone:
-    """A worker that is gone and waits to be cleaned up after."""
-
-    __slots__ = ("cleaner", "cleaner_until", "settled_at", "worker")
-
-    def __init__(self, worker: Worker) -> None:
-        self.worker = worker
-        self.settled_at = worker.last_deadline
-        self.cleaner: str | None = None
-        self.cleaner_until = 0.0
 
 
 class _Disowned:
@@ -228,9 +127,9 @@ class World:
         tasks = worker.advert.tasks
         for name in dict.fromkeys(worker.advert.queues):
             groups = self.queue(name).groups
-            for node in (None, worker.advert.node):
+            for node in (None, worker.node):
                 by_class = groups.setdefault(node, {})
-                worker.groups.append(by_class.setdefault(tasks, Group(tasks)))
+                worker.groups += (by_class.setdefault(tasks, Group(tasks)),)
         for group in worker.groups:
             group.counts[worker.status] += 1
         self.refresh(worker, now)
@@ -243,11 +142,11 @@ class World:
             self._set_status(worker, UNKNOWN)
         for group in worker.groups:
             group.counts[worker.status] -= 1
-        worker.groups.clear()
+        worker.groups = ()
         del self.workers[worker.name]
         for name in dict.fromkeys(worker.advert.queues):
             queue = self.queues[name]
-            if self._prune_groups(queue, worker.advert.node, worker.advert.tasks):
+            if self._prune_groups(queue, worker.node, worker.advert.tasks):
                 for key in [k for k in queue.cursors if not queue.matching(*k)]:
                     del queue.cursors[key]
             self.drop_if_idle(queue)
@@ -298,9 +197,9 @@ class World:
             group.counts[old] -= 1
             group.counts[status] += 1
             if old == READY:
-                del group.names[bisect_left(group.names, name)]
+                group.names.remove(name)
             elif status == READY:
-                insort(group.names, name)
+                group.names.add(name)
 
     # -- slots -------------------------------------------------------------------------------------------
 
@@ -310,14 +209,15 @@ class World:
         cursor = queue.cursors.get(key, "")
         following = first = None
         for group in queue.groups.get(node, {}).values():
-            names = group.names
-            if not names or not (task is None or task in group.tasks):
+            if task is not None and task not in group.tasks:
                 continue
-            at = bisect_right(names, cursor)
-            if at < len(names) and (following is None or names[at] < following):
-                following = names[at]
-            if first is None or names[0] < first:
-                first = names[0]
+            name = group.names.after(cursor)
+            if name is not None:
+                following = name if following is None else min(name, following)
+            elif following is None:
+                name = group.names.first
+                if name is not None:
+                    first = name if first is None else min(name, first)
         chosen = following or first
         if chosen is None:
             return None
@@ -369,7 +269,7 @@ class World:
         if len(slots) >= worker.capacity:  # type: ignore[operator]  # a ready worker's capacity is known
             self._set_status(worker, FULL)
         return Slot(
-            token, worker.name, worker.epoch, queue.name, worker.advert.node, task, task_id, deadline, commit, lot, mark
+            token, worker.name, worker.epoch, queue.name, worker.node, task, task_id, deadline, commit, lot, mark
         )
 
     def put_back(self, worker: Worker, slot: Slot, now: float) -> bool:

@@ -31,7 +31,8 @@ from ..models import (
     WorkerView,
     check_capacity,
 )
-from ._memory_world import DRAINING, FULL, LAPSED, LATE, READY, REASONS, UNKNOWN, Worker, World
+from ._memory_records import DRAINING, FULL, LAPSED, LATE, READY, REASONS, UNKNOWN, Worker
+from ._memory_world import World
 from .contract import Registry, Reservation
 from .urls import mask_url
 
@@ -200,9 +201,7 @@ class MemoryRegistry(Registry):
                     return Reservation(self, world.claim(worker, queue, now, demand, commit=False))
             return self._refuse(demand, self._why_nobody(demand), now)
 
-    def reserve_worker(
-        self, worker: str, epoch: int, demand: Demand, *, commit: bool = False
-    ) -> Reservation | Refusal:
+    def reserve_worker(self, worker: str, epoch: int, demand: Demand, *, commit: bool = False) -> Reservation | Refusal:
         world = self._world
         with world.lock:
             now = world.tick()
@@ -238,9 +237,7 @@ class MemoryRegistry(Registry):
             world.mark(demand.park_lot, demand.queue, now + demand.ttl_seconds)
         return Refusal(reason, served, detail)
 
-    def claim_parked(
-        self, worker: str, epoch: int, lots: Sequence[Lot], *, marked_only: bool = True
-    ) -> Slot | Refusal:
+    def claim_parked(self, worker: str, epoch: int, lots: Sequence[Lot], *, marked_only: bool = True) -> Slot | Refusal:
         world = self._world
         with world.lock:
             now = world.tick()

@@ -150,7 +150,9 @@ class ChoiceContract(ContractBase):
     def test_batch_answers_each_demand_in_order(self, registry: Registry) -> None:
         for name in ("w1", "w2"):
             registry.register(self.advert(name, capacity=1))
-        answers = registry.select_and_reserve_many([self.demand(), self.demand(queue="r"), self.demand(), self.demand()])
+        answers = registry.select_and_reserve_many(
+            [self.demand(), self.demand(queue="r"), self.demand(), self.demand()]
+        )
         assert [a.slot.worker if isinstance(a, Reservation) else a.reason for a in answers] == [
             "w1",
             Reason.NO_WORKER,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
@@ -31,6 +31,10 @@ def together(count: int, call: Callable[[int], T]) -> list[T]:
 
     with ThreadPoolExecutor(count) as pool:
         return list(pool.map(run, range(count)))
+
+
+def _call_together(calls: Sequence[Callable[[], object]]) -> list[object]:
+    return together(len(calls), lambda index: calls[index]())
 
 
 class CrowdContract(ContractBase):
@@ -71,11 +75,9 @@ class CrowdContract(ContractBase):
         epoch = registry.register(self.advert("w1"))
         for _ in range(10):
             slot = take(registry, self.demand())
-            calls: tuple[Callable[[], object], ...] = (
-                partial(registry.commit, slot.token, "w1", epoch),
-                partial(registry.cancel, slot.token),
+            committed, cancelled = _call_together(
+                [partial(registry.commit, slot.token, "w1", epoch), partial(registry.cancel, slot.token)]
             )
-            committed, cancelled = together(2, lambda index, calls=calls: calls[index]())
             if committed is CommitOutcome.COMMITTED:
                 assert cancelled is ReleaseOutcome.COMMITTED
                 assert registry.release(slot.token, epoch).outcome is ReleaseOutcome.RELEASED

@@ -234,7 +234,9 @@ class SlotContract(ContractBase):
         assert registry.overview().namespace == registry.namespace
         assert slots_held(registry) == 1
 
-    def test_closing_twice_is_harmless_and_keeps_the_state(self, registry: Registry, open_registry: OpenRegistry) -> None:
+    def test_closing_twice_is_harmless_and_keeps_the_state(
+        self, registry: Registry, open_registry: OpenRegistry
+    ) -> None:
         registry.register(self.advert("w1"))
         other = open_registry("contract")
         take(other, self.demand())

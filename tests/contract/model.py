@@ -211,9 +211,7 @@ class Model:
             last_deadline = self.remove(advert.worker).last_deadline
         elif advert.worker in self.gone:
             last_deadline = self.gone.pop(advert.worker).settled_at
-        self.workers[advert.worker] = ModelWorker(
-            advert, epoch, advert.capacity, self.now, last_deadline=last_deadline
-        )
+        self.workers[advert.worker] = ModelWorker(advert, epoch, advert.capacity, self.now, last_deadline=last_deadline)
         for key, names in cursors.items():
             if key not in self.cursors and not self.mismatches(advert.worker, *key[:2], None):
                 # The pool was empty only within this one step: a store may or may not have noticed.

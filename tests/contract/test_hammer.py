@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -38,28 +39,25 @@ def watched(registry: Registry) -> Iterator[list[int]]:
     stop = threading.Event()
 
     def watch() -> None:
-        try:
-            while not stop.is_set():
-                overview = registry.overview()
-                for worker in overview.workers:
-                    if not 0 <= worker.held <= CAPACITIES[worker.name] or worker.reserved < 0 or worker.committed < 0:
-                        wrong.append(f"{worker}")
-                by_queue = sum(queue.held for queue in overview.queues)
-                looks.append(sum(worker.held for worker in overview.workers))
-                if looks[-1] != by_queue:
-                    wrong.append(f"{looks[-1]} held on workers, {by_queue} for queues")
-                # Every look counts, but it must not become the load.
-                stop.wait(0.002)
-        except Exception as exc:
-            wrong.append(repr(exc))
+        while not stop.is_set():
+            overview = registry.overview()
+            for worker in overview.workers:
+                if not 0 <= worker.held <= CAPACITIES[worker.name] or worker.reserved < 0 or worker.committed < 0:
+                    wrong.append(f"{worker}")
+            by_queue = sum(queue.held for queue in overview.queues)
+            looks.append(sum(worker.held for worker in overview.workers))
+            if looks[-1] != by_queue:
+                wrong.append(f"{looks[-1]} held on workers, {by_queue} for queues")
+            # Every look counts, but looking must not become the load.
+            stop.wait(0.002)
 
-    watcher = threading.Thread(target=watch, name="watcher")
-    watcher.start()
-    try:
-        yield looks
-    finally:
-        stop.set()
-        watcher.join(timeout=30)
+    with ThreadPoolExecutor(1) as pool:
+        watcher = pool.submit(watch)
+        try:
+            yield looks
+        finally:
+            stop.set()
+    watcher.result()
     assert not wrong, wrong[:10]
     assert len(looks) > 10
     assert max(looks) > 1, "the watcher saw nothing of it"
