@@ -14,20 +14,13 @@ their state, and a test must find its namespaces empty.  A store whose clock can
 the fixture ``advance``, a callable that moves it by so many seconds; others keep the default, which waits.
 """
 
-import pytest
-
-# Before they are imported, so that a failing assertion shows its values.
-pytest.register_assert_rewrite(
-    *(f"{__name__}.{part}" for part in ("_choice", "_cleanup", "_crowd", "_lots", "_slots", "_workers"))
-)
-
-from ._base import ContractBase, wait_until  # noqa: E402
-from ._choice import ChoiceContract  # noqa: E402
-from ._cleanup import CleanupContract  # noqa: E402
-from ._crowd import CrowdContract  # noqa: E402
-from ._lots import LotContract  # noqa: E402
-from ._slots import SlotContract  # noqa: E402
-from ._workers import WorkerContract  # noqa: E402
+from ._base import ContractBase, wait_until
+from ._choice import ChoiceContract
+from ._cleanup import CleanupContract
+from ._crowd import CrowdContract
+from ._lots import LotContract
+from ._slots import SlotContract
+from ._workers import WorkerContract
 
 __all__ = ("RegistryContract", "wait_until")
 

@@ -13,6 +13,11 @@ from ..registry.contract import Registry, Reservation
 
 __all__ = ("ContractBase", "OpenRegistry", "slots_held", "take", "view", "wait_until")
 
+# This module is imported before the others, so that their failing assertions show values.
+pytest.register_assert_rewrite(
+    *(f"{__package__}.{part}" for part in ("_choice", "_cleanup", "_crowd", "_lots", "_slots", "_workers"))
+)
+
 OpenRegistry = Callable[[str], Registry]
 
 #: Long enough never to pass while a test runs.

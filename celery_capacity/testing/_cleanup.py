@@ -89,7 +89,8 @@ class CleanupContract(ContractBase):
         self.wait_until(lambda: registry.expire("cleaner")[0].settled)
         other = registry.register(self.advert("w2"))
         take(registry, self.demand(ttl_seconds=LONG_SECONDS))
-        take(registry, self.demand(ttl_seconds=SHORT_SECONDS))
+        later = take(registry, self.demand(ttl_seconds=SHORT_SECONDS))
+        self.wait_until(lambda: registry.heartbeat("w2", other).store_time > later.deadline)
         registry.deregister("w2", other)
         assert [g.settled for g in registry.expire("cleaner") if g.name == "w2"] == [False]
 

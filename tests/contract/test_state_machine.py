@@ -309,7 +309,7 @@ def machine(store: Any) -> type[RuleBasedStateMachine]:
             worker = slot.worker if slot else "a"
             epoch = self._epoch(data, worker) if with_epoch else None
             then = Claim(worker, self._epoch(data, worker), lots) if with_then else None
-            # Whether a store still takes the news of an empty lot with a slot that is not held any more is its own affair.
+            # Whether a store takes the news of an empty lot with a slot that is not held any more is its own affair.
             held = slot is not None and epoch in (None, slot.epoch)
             claims = [s for s in self.seen if s.token == token and s.lot is not None] if held else []
             emptied = data.draw(st.sampled_from(claims if empty and claims else [None, *claims]))
