@@ -1,0 +1,141 @@
+"""What a world of ``memory://`` is made of: records without behaviour of their own."""
+
+from __future__ import annotations
+
+import math
+
+from ..models import Advert, Reason
+from ._sorted_names import SortedNames
+
+__all__ = (
+    "DRAINING",
+    "FULL",
+    "LAPSED",
+    "LATE",
+    "READY",
+    "REASONS",
+    "UNKNOWN",
+    "Gone",
+    "Group",
+    "Held",
+    "Mark",
+    "Queue",
+    "Worker",
+)
+
+#: What time, drains and counts say of a worker: plain integers, since an Enum's hash is slow.  A worker that is in
+#: several of them has the last one.
+READY, FULL, UNKNOWN, DRAINING, LATE, LAPSED = range(6)
+REASONS = (None, Reason.FULL, Reason.UNKNOWN_CAPACITY, Reason.DRAINING, Reason.LATE, Reason.LAPSED)
+
+
+class Group:
+    """The members of one queue, one node (or all) and one capability class."""
+
+    __slots__ = ("counts", "names", "tasks")
+
+    def __init__(self, tasks: frozenset[str]) -> None:
+        self.tasks = tasks
+        self.names = SortedNames()
+        self.counts = [0] * len(REASONS)
+
+
+class Queue:
+    """One queue: its limit, what is held for it, its groups by node (``None`` = all) and its cursors."""
+
+    __slots__ = ("cursors", "groups", "held", "limit", "name")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.limit: int | None = None
+        self.held = 0
+        self.groups: dict[str | None, dict[frozenset[str], Group]] = {}
+        self.cursors: dict[tuple[str | None, str | None], str] = {}
+
+    @property
+    def has_room(self) -> bool:
+        return self.limit is None or self.held < self.limit
+
+    @property
+    def served(self) -> bool:
+        """Whether any worker that has not lapsed serves this queue."""
+        return any(sum(g.counts) > g.counts[LAPSED] for g in self.groups.get(None, {}).values())
+
+    def matching(self, task: str | None, node: str | None) -> list[Group]:
+        return [g for g in self.groups.get(node, {}).values() if task is None or task in g.tasks]
+
+
+class Worker:
+    """One registered worker."""
+
+    __slots__ = (
+        "advert",
+        "alarm_at",
+        "beat",
+        "capacity",
+        "committed",
+        "drain",
+        "drain_until",
+        "epoch",
+        "groups",
+        "last_deadline",
+        "name",
+        "node",
+        "slots",
+        "status",
+    )
+
+    def __init__(self, advert: Advert, epoch: int, now: float) -> None:
+        self.advert = advert
+        self.name = advert.worker
+        self.node = advert.node
+        self.epoch = epoch
+        self.capacity = advert.capacity
+        self.beat = now
+        self.drain: str | None = None
+        self.drain_until = math.inf
+        self.status = UNKNOWN
+        self.slots: dict[str, Held] = {}
+        self.committed = 0
+        #: Latest deadline of any reservation ever made on it: until then a message may be on its way to it.
+        self.last_deadline = 0.0
+        self.alarm_at = math.inf
+        self.groups: tuple[Group, ...] = ()
+
+
+class Held:
+    """One slot that is held.  ``deadline`` is infinite once it is committed or given back."""
+
+    __slots__ = ("committed_at", "deadline", "queue", "token", "worker")
+
+    def __init__(
+        self, token: str, worker: Worker | None, queue: Queue | None, deadline: float, committed_at: float | None
+    ) -> None:
+        self.token = token
+        self.worker: Worker = worker  # type: ignore[assignment]  # None only in the heap's sentinel
+        self.queue: Queue = queue  # type: ignore[assignment]
+        self.deadline = deadline
+        self.committed_at = committed_at
+
+
+class Mark:
+    """Somebody has parked a task in a lot."""
+
+    __slots__ = ("parked_until", "queue", "version")
+
+    def __init__(self, queue: str) -> None:
+        self.queue = queue
+        self.version = 0
+        self.parked_until = 0.0
+
+
+class Gone:
+    """A worker that is gone and waits to be cleaned up after."""
+
+    __slots__ = ("cleaner", "cleaner_until", "settled_at", "worker")
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+        self.settled_at = worker.last_deadline
+        self.cleaner: str | None = None
+        self.cleaner_until = 0.0
