@@ -3,8 +3,8 @@
 **One connection a process**, behind a lock: writers take turns anyway, and every further connection would cost a page
 cache and a file lock of its own.
 
-**Writers take turns by flock**, not by SQLite's own lock: SQLite waits for that one by sleeping, longer each time, and
-whoever came last is as likely to get it as whoever came first.
+**Writers take turns by a lock file**, not by SQLite's own lock: SQLite waits for that one by sleeping, longer each time, so
+that whoever has waited longest is the least likely to get it.
 
 **fork**: SQLite keeps a table of its open files and their locks in the process, and a child inherits that table without the
 locks.  So not even a connection of its own is safe in a child, unless nothing was open at the moment of the fork;
@@ -20,11 +20,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import count
 from typing import Any, NoReturn, TypeVar
 from weakref import WeakSet
 
 from ..errors import RegistryError, RegistryUnavailable
-from ._sqlite_lock import FileLock
+from ._sqlite_lock import FairLock, FileLock, pause
 from ._sqlite_schema import APPLICATION_ID, SCHEMA, VERSION
 
 __all__ = ("DatabaseFile", "Transaction")
@@ -33,8 +34,6 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-#: Between two attempts while SQLite itself says that it is locked: by a stranger, or by one who is just opening it.
-_RETRY_SECONDS = 0.002
 #: What SQLite says when it is worth trying again, or when it is not even known what happened.  By text, since
 #: Python 3.10 does not tell the code.
 _LOCKED = ("database is locked", "database table is locked", "locking protocol")
@@ -45,10 +44,12 @@ _DAMAGED = ("file is not a database", "database disk image is malformed")
 class Transaction:
     """What an operation works with: one consistent state, one instant."""
 
-    __slots__ = ("execute", "now", "ns", "reports")
+    __slots__ = ("execute", "now", "ns", "reports", "tokens")
 
-    def __init__(self, execute: Callable[..., sqlite3.Cursor], ns: int, now: float) -> None:
+    def __init__(self, execute: Callable[..., sqlite3.Cursor], ns: int, now: float, tokens: Iterator[str]) -> None:
         self.execute = execute
+        #: Tokens that nobody has had before.
+        self.tokens = tokens
         #: The id of the namespace.
         self.ns = ns
         self.now = now
@@ -84,11 +85,12 @@ class DatabaseFile:
 
     def _disown(self) -> None:
         self._pid = os.getpid()
-        self._mutex = threading.Lock()
+        self._mutex = FairLock()
         self._busy_thread = 0
         self._connection: sqlite3.Connection | None = None
         self._identity = (0, 0)
         self._ns = 0
+        self._tokens = _new_tokens()
 
     # -- transactions ------------------------------------------------------------------------------------
 
@@ -120,7 +122,7 @@ class DatabaseFile:
             try:
                 connection = self._writers_turn(give_up_at) if writes else self._readers_turn(give_up_at)
                 self._begin(connection, writes, give_up_at)
-                transaction = Transaction(connection.execute, self._ns, self._now())
+                transaction = Transaction(connection.execute, self._ns, self._now(), self._tokens)
                 yield transaction
                 connection.execute("COMMIT")
                 reports = transaction.reports
@@ -200,6 +202,7 @@ class DatabaseFile:
         except BaseException:
             connection.close()
             raise
+        self._tokens = _new_tokens()
         self._connection, self._identity = connection, (found.st_dev, found.st_ino)
         return connection
 
@@ -333,14 +336,22 @@ class DatabaseFile:
 
 
 def _patiently(attempt: Callable[[], T], give_up_at: float) -> T:
-    """Try again while the file is locked, at a steady pace."""
+    """Try again while SQLite itself says that the file is locked: by a stranger, or by one who is just opening it."""
+    started = time.monotonic()
     while True:
         try:
             return attempt()
         except sqlite3.OperationalError as exc:
-            if not str(exc).startswith(_LOCKED) or time.monotonic() >= give_up_at:
+            now = time.monotonic()
+            if not str(exc).startswith(_LOCKED) or now >= give_up_at:
                 raise
-        time.sleep(_RETRY_SECONDS)
+        pause(now - started)
+
+
+def _new_tokens() -> Iterator[str]:
+    """Unique by a prefix for each opening; in a row after that, so that the slots of one process share pages."""
+    prefix = os.urandom(8).hex()
+    return (f"{prefix}-{serial:x}" for serial in count(1))
 
 
 def _boot_id() -> str:

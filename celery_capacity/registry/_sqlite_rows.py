@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -31,8 +30,6 @@ __all__ = (
     "take_out_gone",
     "withdraw",
 )
-
-_NEW_TOKEN_BYTES = 12
 
 
 class WorkerRow(NamedTuple):
@@ -180,17 +177,6 @@ def _task_class(tx: Transaction, tasks: frozenset[str]) -> int:
 
 def withdraw(tx: Transaction, worker: WorkerRow) -> None:
     """Take a worker out, with all its slots.  The cursors are still to be pruned."""
-    if worker.held:
-        tx.report(
-            logging.WARNING,
-            "%d slots of worker %s, epoch %d, were freed: it is gone or registered anew",
-            worker.held,
-            worker.name,
-            worker.epoch,
-            action="slots_freed",
-            worker=worker.name,
-            epoch=worker.epoch,
-        )
     parameters = {"id": worker.id, "class": worker.task_class}
     for statement in (_FREE_ALL, _DROP_SEATS, _DROP_WORKER, _DROP_CLASS_TASKS, _DROP_CLASS):
         tx.execute(statement, parameters)
@@ -249,7 +235,7 @@ def take(
     mark: int = 0,
 ) -> Slot:
     """Take one slot of a worker that was just found ready."""
-    token = os.urandom(_NEW_TOKEN_BYTES).hex()
+    token = next(tx.tokens)
     deadline = tx.now if demand is None else tx.now + demand.ttl_seconds
     tx.execute(
         _ADD_SLOT,

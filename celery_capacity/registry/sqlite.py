@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sqlite3
 import time
@@ -98,6 +99,7 @@ class SQLiteRegistry(Registry):
             older = rows.find_worker(tx, advert.worker)
             last_deadline = rows.take_out_gone(tx, advert.worker)
             if older is not None:
+                _report_freed(tx, logging.INFO, older, "it registers anew")
                 rows.withdraw(tx, older)
                 last_deadline = older.last_deadline
             epoch = rows.next_epoch(tx, time.time())
@@ -294,6 +296,7 @@ class SQLiteRegistry(Registry):
             for (name,) in tx.execute(_LAPSED, asked).fetchall():
                 worker = rows.find_worker(tx, name)
                 if worker is not None:
+                    _report_freed(tx, logging.WARNING, worker, "it has lapsed")
                     rows.bury(tx, worker)
             tx.execute(_HAND_OUT, asked)
             return tuple(
@@ -315,6 +318,21 @@ class SQLiteRegistry(Registry):
 
     def close(self) -> None:
         self._file.close()
+
+
+def _report_freed(tx: Transaction, level: int, worker: rows.WorkerRow, why: str) -> None:
+    if worker.held:
+        tx.report(
+            level,
+            "the %d slots that worker %s (epoch %d) held are released: %s",
+            worker.held,
+            worker.name,
+            worker.epoch,
+            why,
+            action="slots_freed",
+            worker=worker.name,
+            epoch=worker.epoch,
+        )
 
 
 def _path_of(url: str) -> str:
