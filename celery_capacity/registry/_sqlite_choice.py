@@ -57,17 +57,14 @@ _SERVED = """
     SELECT 1 FROM seat s JOIN worker w ON w.id = s.worker
      WHERE s.ns = :ns AND s.queue = :queue AND :now - w.beat < w.lapse_seconds LIMIT 1
 """
-_MATCHING = f"""
-    FROM ({_CLASSES}) c
-    JOIN seat s ON s.ns = :ns AND s.queue = :queue AND s.class = c.class AND (:node IS NULL OR s.node = :node)
-    JOIN worker w ON w.id = s.worker
+# The CROSS keeps the order of the joins: first the classes, of which there are few.
+_MATCHING = """
+    SELECT {columns} FROM ({classes}) c
+     CROSS JOIN seat s ON s.ns = :ns AND s.queue = :queue AND s.class = c.class {on_node}
+     CROSS JOIN worker w ON w.id = s.worker
 """
-# In the usual case, a fleet that is full, this ends at the first worker.
-_ANY_FULL = f"""
-    SELECT 1 {_MATCHING}
-     WHERE w.held >= w.capacity AND w.drain IS NULL AND :now - w.beat < w.lease_seconds LIMIT 1
-"""
-_ALL_MATCHING = f"SELECT {WORKER_COLUMNS} {_MATCHING}"
+_MATCHING_ANYWHERE = _MATCHING.format(columns=WORKER_COLUMNS, on_node="", classes=_CLASSES)
+_MATCHING_ON_NODE = _MATCHING.format(columns=WORKER_COLUMNS, on_node="AND s.node = :node", classes=_CLASSES)
 _ANY_CLASS = f"SELECT 1 FROM ({_CLASSES}) LIMIT 1"
 
 #: Of several true reasons the one that helps most.
@@ -149,9 +146,12 @@ def why_nobody(tx: Transaction, demand: Demand) -> Reason:
     asked = _asked(tx, demand)
     if tx.one(_NO_ROOM, asked):
         return Reason.LIMIT
-    if tx.one(_ANY_FULL, asked):
-        return Reason.FULL
-    reasons = {condition(WorkerRow(*row), tx.now) for row in tx.execute(_ALL_MATCHING, asked)}
+    reasons = set()
+    for row in tx.execute(_MATCHING_ANYWHERE if demand.node is None else _MATCHING_ON_NODE, asked):
+        reason = condition(WorkerRow(*row), tx.now)
+        if reason is _MOST_USEFUL[0]:
+            return reason  # usually at the first one: the fleet is full
+        reasons.add(reason)
     for reason in _MOST_USEFUL:
         if reason in reasons:
             return reason

@@ -159,7 +159,8 @@ class DatabaseFile:
                 # Only the first look takes the snapshot, and only then the file can turn out to be locked.
                 connection.execute("SELECT 1 FROM namespace").fetchone()
             except sqlite3.Error:
-                connection.execute("ROLLBACK")
+                if connection.in_transaction:
+                    connection.execute("ROLLBACK")
                 raise
 
         _patiently(attempt, give_up_at)
@@ -207,7 +208,9 @@ class DatabaseFile:
         return connection
 
     def _prepare(self, connection: sqlite3.Connection) -> None:
-        connection.execute("PRAGMA journal_mode = WAL")
+        (mode,) = connection.execute("PRAGMA journal_mode = WAL").fetchone()
+        if mode != "wal":
+            raise RegistryError(f"{self.path} cannot be used by several processes: it must be on a local disk")
         # A crash of a process loses nothing.  A power cut may lose what was written since the last checkpoint, never
         # the file's consistency: after the reboot no worker of this machine is left anyway, and each says anew what
         # it holds.  Syncing at every commit would cost a disk's latency for each slot.
@@ -219,7 +222,8 @@ class DatabaseFile:
             self._set_clock(connection)
             connection.execute("COMMIT")
         except BaseException:
-            connection.execute("ROLLBACK")
+            if connection.in_transaction:
+                connection.execute("ROLLBACK")
             raise
 
     def _check_schema(self, connection: sqlite3.Connection) -> None:
@@ -228,8 +232,9 @@ class DatabaseFile:
         if application == APPLICATION_ID:
             if version != VERSION:
                 raise RegistryError(
-                    f"{self.path} has the schema version {version} of another release of celery_capacity; this one reads "
-                    f"version {VERSION}: use one release on this machine, or give each a file of its own"
+                    f"{self.path} has schema version {version}, of {'a newer' if version > VERSION else 'an older'} "
+                    f"release of celery_capacity; this one knows version {VERSION}: use the same release "
+                    f"everywhere on this machine, or another file"
                 )
             return
         if connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone():

@@ -19,11 +19,14 @@ __all__ = ("FairLock", "FileLock", "pause")
 _TURNS_IN_A_ROW = 2
 _SHORTEST_PAUSE_SECONDS = 0.0001
 _LONGEST_PAUSE_SECONDS = 0.01
+_USUAL_WAIT_SECONDS = 0.05
 
 
 def pause(waited_seconds: float) -> None:
-    """Sleep before the next look: a twentieth of the wait so far, so that a long wait does not burn the processor."""
-    time.sleep(min(max(_SHORTEST_PAUSE_SECONDS, waited_seconds / 20), _LONGEST_PAUSE_SECONDS))
+    """Sleep before the next look: at first for the same short time, so that nobody's chances fall while it waits; after
+    a wait that is no longer usual for ever longer, so as not to burn the processor."""
+    unusual_seconds = waited_seconds - _USUAL_WAIT_SECONDS
+    time.sleep(min(max(_SHORTEST_PAUSE_SECONDS, unusual_seconds / 20), _LONGEST_PAUSE_SECONDS))
 
 
 class FairLock:

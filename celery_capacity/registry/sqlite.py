@@ -345,6 +345,6 @@ def _path_of(url: str) -> str:
     if not rest.startswith("/"):
         expected = f"three slashes before a relative path: sqlite:///{rest}, or four before an absolute one"
         raise ConfigurationError("capacity_registry", mask_url(url), expected)
-    if "?" in path or "\0" in path:
+    if "?" in rest or "\0" in path:
         raise ConfigurationError("capacity_registry", mask_url(url), "a path alone, without a query")
     return os.path.abspath(path)
