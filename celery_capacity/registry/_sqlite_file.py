@@ -24,7 +24,7 @@ from itertools import count
 from typing import Any, NoReturn, TypeVar
 from weakref import WeakSet
 
-from ..errors import RegistryError, RegistryUnavailable
+from ..errors import ConfigurationError, RegistryError, RegistryUnavailable
 from ._sqlite_lock import FairLock, FileLock, pause
 from ._sqlite_schema import APPLICATION_ID, SCHEMA, VERSION
 
@@ -34,6 +34,8 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
+#: The first with generated columns.
+_MINIMUM_SQLITE = (3, 31, 0)
 #: What SQLite says when it is worth trying again, or when it is not even known what happened.  By text, since
 #: Python 3.10 does not tell the code.
 _LOCKED = ("database is locked", "database table is locked", "locking protocol")
@@ -69,11 +71,15 @@ class DatabaseFile:
 
     :param timeout_seconds: how long an operation may wait for others before it is given up.
     :param clock: the store's clock, for tests; all processes must then use the same.
+    :raises ConfigurationError: this Python's SQLite is too old.
     """
 
     def __init__(
         self, path: str, namespace: str, timeout_seconds: float, clock: Callable[[], float] | None = None
     ) -> None:
+        if sqlite3.sqlite_version_info < _MINIMUM_SQLITE:
+            needed = ".".join(map(str, _MINIMUM_SQLITE))
+            raise ConfigurationError("sqlite3.sqlite_version", sqlite3.sqlite_version, f"{needed} or later")
         self.path = path
         self.namespace = namespace
         self.timeout_seconds = timeout_seconds

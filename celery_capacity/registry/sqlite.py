@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sqlite3
 import time
 from collections.abc import Callable, Iterable, Sequence
 from urllib.parse import unquote
@@ -37,9 +36,6 @@ from .urls import mask_url
 
 __all__ = ("SQLiteRegistry",)
 
-#: Generated columns.
-_MINIMUM_SQLITE = (3, 31, 0)
-
 _BEAT = "UPDATE worker SET beat = :now, late = 0 WHERE id = :id"
 _COMMITTED = """
     SELECT token, committed_at FROM slot WHERE worker = :id AND committed_at IS NOT NULL ORDER BY committed_at, token
@@ -65,9 +61,9 @@ _FORGET = "DELETE FROM gone WHERE ns = :ns AND name = :name AND epoch = :epoch"
 class SQLiteRegistry(Registry):
     """A registry in an SQLite file, shared by all processes of this machine that open it.
 
-    The file is created when it is first used.  Beside it are SQLite's own ``-wal`` and ``-shm``, and ``.lock``, with which
-    the processes take turns.  It must be on a local disk.  If it is deleted while it is in use, everybody goes on
-    with a new, empty one, and the workers register again.
+    The file is created when it is first used, on a local disk.  Beside it are SQLite's own ``-wal`` and ``-shm``, and
+    ``.lock`` and ``.lock-waiting``, with which the processes take turns.  If it is deleted while it is in use, everybody
+    goes on with a new, empty one, and the workers register again.
 
     :param url: ``sqlite:///relative/path.db`` or ``sqlite:////absolute/path.db``.
     :param timeout_seconds: how long an operation may wait for its turn.
@@ -83,9 +79,6 @@ class SQLiteRegistry(Registry):
         timeout_seconds: float = 5.0,
         clock: Callable[[], float] | None = None,
     ) -> None:
-        if sqlite3.sqlite_version_info < _MINIMUM_SQLITE:
-            needed = ".".join(map(str, _MINIMUM_SQLITE))
-            raise ConfigurationError("sqlite3.sqlite_version", sqlite3.sqlite_version, f"{needed} or later")
         self.url = mask_url(url)
         self.namespace = namespace
         self._file = DatabaseFile(_path_of(url), namespace, timeout_seconds, clock)

@@ -73,7 +73,8 @@ def _process(url: str, seconds: float, start: Barrier, results: Queue[list[float
 
 
 def in_processes(url: str, count: int, seconds: float) -> list[list[float]]:
-    start, results = multiprocessing.Barrier(count), multiprocessing.Queue()
+    start = multiprocessing.Barrier(count)
+    results: Queue[list[float]] = multiprocessing.Queue()
     processes = [multiprocessing.Process(target=_process, args=(url, seconds, start, results)) for _ in range(count)]
     for process in processes:
         process.start()

@@ -532,6 +532,30 @@ def test_fork_inside_an_operation(registry):
     assert registry.overview().workers[0].capacity == 3
 
 
+def test_fork_that_python_does_not_see(path, registry):
+    """Made by a C library, say: only the process id tells.  What the parent had open is left alone."""
+    registry.register(advert(capacity=2))
+    before = registry._file._connection
+    registry._file._mutex.acquire()  # by a thread that is not there in the child
+    registry._file._pid = -1
+    take(registry)
+    assert registry._file._connection is not before
+    assert before.execute("SELECT count(*) FROM slot").fetchone() == (1,)
+    registry._file._pid = -1
+    registry.close()
+    take(registry)
+
+
+def test_thread_that_has_it_for_long_does_not_hang_the_others(url):
+    with open_registry(url, timeout_seconds=0.2) as registry:
+        registry.register(advert())
+        with registry._file.write(), ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(registry.select_and_reserve, DEMAND)
+            with pytest.raises(RegistryUnavailable, match="other threads of this process"):
+                waiting.result(10)
+        take(registry)
+
+
 def test_closed_registry_opens_again(registry):
     registry.register(advert())
     registry.close()
