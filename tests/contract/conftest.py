@@ -70,6 +70,13 @@ def _sqlite(tmp_path: Path) -> Store:
     return Store("sqlite", f"sqlite:///{tmp_path / 'capacity.db'}")
 
 
+def _sqlite_by_hand(tmp_path: Path) -> Store:
+    clock = ManualClock()
+    store = Store("sqlite-by-hand", f"sqlite:///{tmp_path / 'capacity.db'}", clock=clock)
+    store.clock, store.advance = clock, clock.advance
+    return store
+
+
 def _redis(tmp_path: Path) -> Store:
     _require_module("redis")
     redis = pytest.importorskip("redis")
@@ -105,6 +112,7 @@ STORES: dict[str, Callable[[Path], Store]] = {
     "memory": _memory,
     "memory-by-hand": _memory_by_hand,
     "sqlite": _sqlite,
+    "sqlite-by-hand": _sqlite_by_hand,
     "redis": _redis,
 }
 
