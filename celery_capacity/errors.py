@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -35,7 +36,39 @@ class _InvalidValue(CapacityError, ValueError):
 
 
 class ConfigurationError(_InvalidValue):
-    """A setting is wrong or misspelled.  ``name``, ``value`` and ``expected`` say which, what, and what it takes."""
+    """A setting is wrong or misspelled.  ``name``, ``value`` and ``expected`` say which, what, and what it takes.
+
+    When several are wrong these are the first one's, and ``problems`` has them all.  No value shows a password.
+    """
+
+    def __init__(self, name: str, value: object, expected: str, problems: tuple[ConfigurationError, ...] = ()) -> None:
+        super().__init__(name, value, expected)
+        # With all of them in it the error survives pickling, as on its way out of a child process.
+        self.args = (name, value, expected, problems)
+        self._problems = problems
+
+    @classmethod
+    def joined(cls, problems: Sequence[ConfigurationError]) -> ConfigurationError:
+        """One error for one or more; a single one stays as it is."""
+        first = problems[0]
+        if len(problems) == 1:
+            return first
+        return cls(first.name, first.value, first.expected, tuple(problems))
+
+    @property
+    def problems(self) -> tuple[ConfigurationError, ...]:
+        """Every single problem; only this error itself if it is the only one."""
+        return self._problems or (self,)
+
+    def describe(self) -> str:
+        """This one problem in one line."""
+        return super().__str__()
+
+    def __str__(self) -> str:
+        if not self._problems:
+            return self.describe()
+        lines = "".join(f"\n  - {problem.describe()}" for problem in self._problems)
+        return f"{len(self._problems)} settings are wrong:{lines}"
 
 
 class InvalidAdvertError(_InvalidValue):

@@ -37,13 +37,15 @@ _BUILT_IN = {
     ),
 }
 
-_PASSWORD = re.compile(r"(?<=://)(?P<user>[^:/@]*):(?P<password>[^@]*)@")
+#: Up to the *last* ``@``, since people forget to quote one in a password; without ``://`` too, since what is
+#: shown in an error message may not be a URL at all.
+_PASSWORD = re.compile(r"(?P<before>//[^:/@]*|\A[^:/@]*):(?!//).*@", re.DOTALL)
 _QUERY_PASSWORD = re.compile(r"(?P<key>[?&](?:[a-z_]*password|secret|token)=)[^&]*", re.IGNORECASE)
 
 
 def mask_url(url: str) -> str:
     """The URL as it may be shown: every password in it replaced by ``**``."""
-    masked = _PASSWORD.sub(lambda m: f"{m['user']}:**@", url)
+    masked = _PASSWORD.sub(lambda m: f"{m['before']}:**@", url)
     return _QUERY_PASSWORD.sub(lambda m: f"{m['key']}**", masked)
 
 
