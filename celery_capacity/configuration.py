@@ -112,7 +112,12 @@ class Found:
         self.problems.setdefault(key, UnknownSetting(key, shown(value, key), hint))
 
     def _closest(self, name: str) -> str | None:
-        return next(iter(get_close_matches(name, self._fields, n=1, cutoff=0.8)), None)
+        known, cutoff = list(self._fields), 0.85
+        if name.startswith(PREFIX):
+            # Compared without what all names have in common, or anything would be close to something.
+            name, known, cutoff = name.removeprefix(PREFIX), list(self._fields.values()), 0.75
+        match = next(iter(get_close_matches(name, known, n=1, cutoff=cutoff)), None)
+        return match and PREFIX + match.removeprefix(PREFIX)
 
 
 def shown(value: Any, name: str = "") -> Any:

@@ -303,7 +303,10 @@ def load_settings(conf: Any) -> Settings:
 def _explained(exc: ValidationError, found: Found) -> Iterator[ConfigurationError]:
     errors = exc.errors(include_url=False, include_context=False, include_input=False)
     # For a union there is an error for each way to read the value; one is enough.
-    for field, error in {str(error["loc"][0]): error for error in reversed(errors)}.items():
+    first: dict[str, Any] = {}
+    for error in errors:
+        first.setdefault(str(error["loc"][0]), error)
+    for field, error in first.items():
         name, takes = found.spelled(field), _takes(field)
         if error["type"] == "missing":
             if field not in found.meant:
