@@ -17,7 +17,7 @@ from .journal import JOURNAL_ENV, Journal
 from .processes import ManagedProcess
 from .tasks_app import CONF_ENV, PLUGIN_ENV
 
-__all__ = ("READY_LIMIT", "WorkerProcess", "worker_environment")
+__all__ = ("READY_LIMIT", "WorkerProcess", "worker_arguments", "worker_environment")
 
 #: Seconds.  A worker takes about one on an idle machine; many are started at once on a busy one.
 READY_LIMIT = 60.0
@@ -55,6 +55,23 @@ def worker_environment(
     return {**inherited, **own, **(env or {})}
 
 
+def worker_arguments(
+    nodename: str,
+    *,
+    queues: Sequence[str] = (),
+    pool: str = "prefork",
+    concurrency: int = 2,
+    args: Sequence[str] = _QUICK,
+    loglevel: str = "INFO",
+) -> list[str]:
+    """What follows ``celery -A APP``."""
+    return [
+        *("worker", "-n", nodename, "-P", pool, "-c", str(concurrency), "-l", loglevel),
+        *(("-Q", ",".join(queues)) if queues else ()),
+        *args,
+    ]
+
+
 class WorkerProcess(ManagedProcess):
     """``python -m celery -A support.tasks_app worker …``.
 
@@ -89,10 +106,10 @@ class WorkerProcess(ManagedProcess):
         self.journal = journal
         self.queues = tuple(queues)
         self.argv = [
-            *(sys.executable, "-m", "celery", "-A", app, "worker"),
-            *("-n", self.nodename, "-P", pool, "-c", str(concurrency), "-l", loglevel),
-            *(("-Q", ",".join(queues)) if queues else ()),
-            *args,
+            *(sys.executable, "-m", "celery", "-A", app),
+            *worker_arguments(
+                self.nodename, queues=queues, pool=pool, concurrency=concurrency, args=args, loglevel=loglevel
+            ),
         ]
         self.env = worker_environment(
             broker=broker, backend=backend, conf=conf, plugin=plugin, journal=journal, env=env
