@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 
 from . import processes
 from .journal import Journal
-from .workers import WorkerProcess
+from .workers import WorkerProcess, end_workers
 
 __all__ = ("journal", "start_worker")
 
@@ -30,14 +29,21 @@ def start_worker(tmp_path: Path, journal: Journal) -> Iterator[StartWorker]:
 
     It is not waited for: start all of them, then call ``wait_ready`` on each.
     """
-    with ExitStack() as stack:
+    workers: list[WorkerProcess] = []
 
-        def start(name: str, **options: Any) -> WorkerProcess:
-            options.setdefault("journal", journal)
-            options.setdefault("directory", tmp_path / "workers")
-            return stack.enter_context(WorkerProcess(name, **options))
+    def start(name: str, **options: Any) -> WorkerProcess:
+        options.setdefault("journal", journal)
+        options.setdefault("directory", tmp_path / "workers")
+        worker = WorkerProcess(name, **options)
+        workers.append(worker)
+        return worker.start()
 
-        yield start
+    yield start
+    end_workers(workers)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "own_servers: the test stops or restarts its broker, so it gets one of its own")
 
 
 @pytest.hookimpl(tryfirst=True)

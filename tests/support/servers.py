@@ -329,7 +329,7 @@ def _listens(port: int) -> bool:
 
 
 def _speaks_amqp(url: str) -> bool:
-    connection = Connection(url, connect_timeout=2)  # type: ignore[no-untyped-call]
+    connection: Any = Connection(url, connect_timeout=2)  # type: ignore[no-untyped-call]
     try:
         connection.connect()
     except connection.connection_errors:

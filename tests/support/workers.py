@@ -7,8 +7,10 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from typing_extensions import Self
@@ -17,11 +19,13 @@ from .journal import JOURNAL_ENV, Journal
 from .processes import ManagedProcess
 from .tasks_app import CONF_ENV, PLUGIN_ENV
 
-__all__ = ("READY_LIMIT", "WorkerProcess", "worker_arguments", "worker_environment")
+__all__ = ("READY_LIMIT", "WorkerProcess", "end_workers", "worker_arguments", "worker_environment")
 
 #: Seconds.  A worker takes about one on an idle machine; many are started at once on a busy one.
 READY_LIMIT = 60.0
 
+#: One of these is set where coverage follows subprocesses.
+_COVERAGE = ("COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG")
 _TESTS = Path(__file__).resolve().parent.parent
 #: They cost a second at every start, and say nothing that the tests ask about.
 _QUICK = ("--without-mingle", "--without-gossip")
@@ -35,22 +39,26 @@ def worker_environment(
     plugin: bool = False,
     journal: Journal | None = None,
     env: Mapping[str, str] | None = None,
+    inherit: bool = True,
 ) -> dict[str, str]:
     """The environment of a process that uses :mod:`support.tasks_app`: a worker, beat, the command line.
 
-    The rest of this process's environment is passed on, so that coverage finds what it looks for.
+    The rest of this process's environment is passed on, so that coverage finds what it looks for; without
+    ``inherit``, for another machine, only what the app itself reads is there.
     """
     own = {
         "CELERY_BROKER_URL": broker,
         CONF_ENV: json.dumps(dict(conf or {})),
         PLUGIN_ENV: "1" if plugin else "0",
-        "PYTHONPATH": os.pathsep.join([str(_TESTS), str(_TESTS.parent), *filter(None, [os.environ.get("PYTHONPATH")])]),
-        "PYTHONUNBUFFERED": "1",
     }
     if backend:
         own["CELERY_RESULT_BACKEND"] = backend
     if journal is not None:
         own[JOURNAL_ENV] = str(journal.directory)
+    if not inherit:
+        return {**own, **(env or {})}
+    path = [str(_TESTS), str(_TESTS.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    own |= {"PYTHONPATH": os.pathsep.join(path), "PYTHONUNBUFFERED": "1"}
     inherited = {key: value for key, value in os.environ.items() if key != "CELERY_RESULT_BACKEND"}
     return {**inherited, **own, **(env or {})}
 
@@ -169,3 +177,28 @@ class WorkerProcess(ManagedProcess):
 
     def __enter__(self) -> Self:
         return self if self.started else self.start()
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        end_workers([self])
+
+
+def end_workers(workers: Iterable[WorkerProcess]) -> None:
+    """End them side by side, whatever state they are in, and reap them.  Harmless twice.
+
+    A warm shutdown takes two seconds, so they are killed; but where coverage is measured they get the time to
+    write what they have.
+    """
+    workers = list(workers)
+    if any(name in os.environ for name in _COVERAGE):
+        running = [worker for worker in workers if worker.running]
+        for worker in running:
+            worker.cont()
+            worker.terminate()
+        for worker in running:
+            # Whatever is not through by then is killed below.
+            with suppress(AssertionError):
+                worker.wait(15.0)
+    for worker in workers:
+        worker.close()
