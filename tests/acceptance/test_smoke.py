@@ -46,6 +46,16 @@ def test_two_workers_share_the_work(celery_setup: CeleryTestSetup, journal: Jour
     assert set(journal.executions().values()) == {1}
 
 
+@pytest.mark.parametrize(("broker_kind", "queue_type"), [("rabbitmq", "classic"), ("rabbitmq-quorum", "quorum")])
+def test_the_queue_is_of_the_kind_that_the_test_says(celery_setup: CeleryTestSetup, queue_type: str) -> None:
+    queue = celery_setup.worker.worker_queue
+    with celery_setup.app.connection_for_write() as connection:
+        # RabbitMQ refuses to declare a queue again as another type.
+        connection.default_channel.queue_declare(
+            queue, durable=True, auto_delete=False, arguments={"x-queue-type": queue_type}
+        )
+
+
 @pytest.mark.own_servers
 @pytest.mark.parametrize("broker_kind", ["redis", "rabbitmq"])
 def test_a_broker_that_is_restarted_is_found_again(celery_setup: CeleryTestSetup) -> None:

@@ -22,8 +22,11 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-if os.environ.get("COVERAGE_PROCESS_START"):
-    # Where no .pth file of coverage does it. Before the plugin is imported; a second call does nothing.
+CONF_ENV = "CAPACITY_TEST_CONF"
+PLUGIN_ENV = "CAPACITY_TEST_PLUGIN"
+
+if CONF_ENV in os.environ and os.environ.get("COVERAGE_PROCESS_START"):
+    # In a worker, where no .pth file of coverage has done it; before the plugin is imported.
     import coverage
 
     coverage.process_startup()
@@ -34,9 +37,6 @@ from celery.exceptions import Ignore, Reject
 from .journal import journalled
 
 __all__ = ("CONF_ENV", "PLUGIN_ENV", "app", "build_app")
-
-CONF_ENV = "CAPACITY_TEST_CONF"
-PLUGIN_ENV = "CAPACITY_TEST_PLUGIN"
 
 _DEFAULTS: dict[str, Any] = {
     "broker_connection_retry_on_startup": True,
