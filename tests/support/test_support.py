@@ -424,6 +424,21 @@ def test_every_task_does_what_it_is_for(tmp_path: Path, start_worker: StartWorke
         assert worker.terminate(30.0) == 0
 
 
+@pytest.mark.parametrize(
+    ("pool", "most"), [("prefork", 2), ("threads", 2), ("gevent", 2), ("solo", 1)], ids=lambda value: str(value)
+)
+def test_a_worker_with_every_pool(
+    tmp_path: Path, start_worker: StartWorker, journal: Journal, pool: str, most: int
+) -> None:
+    with RedisServer(tmp_path / "redis") as server, build_app(broker_url=server.url) as app:
+        start_worker("w1", broker=server.url, pool=pool, concurrency=2).wait_ready()
+        for number in range(4):
+            app.tasks["record"].delay(key=f"task-{number}", seconds=0.3)
+        journal.wait(lambda seen: len(seen.ended()) == 4, 30, what="all tasks to end")
+        assert journal.max_parallel() == most
+        assert journal.max_parallel_by_worker() == {"w1@test": most}
+
+
 @pytest.mark.parametrize("children", [True, False])
 def test_killing_a_worker_with_or_without_its_children(
     tmp_path: Path, start_worker: StartWorker, journal: Journal, children: bool
