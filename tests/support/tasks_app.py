@@ -1,0 +1,173 @@
+"""A Celery app for tests: ``python -m celery -A support.tasks_app worker``, configured by the environment.
+
+``CELERY_BROKER_URL``, ``CELERY_RESULT_BACKEND``
+    as Celery reads them.
+``CAPACITY_TEST_CONF``
+    a JSON object of Celery settings, ``capacity_…`` among them.
+``CAPACITY_TEST_PLUGIN``
+    ``1``: ``celery_capacity.install(app)``.
+``CAPACITY_TEST_JOURNAL``
+    a directory: every task but ``noop`` and ``ping`` writes its start and end there (:mod:`support.journal`).
+
+In the test's own process use :func:`build_app`, which has the same tasks under the same names.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+CONF_ENV = "CAPACITY_TEST_CONF"
+PLUGIN_ENV = "CAPACITY_TEST_PLUGIN"
+
+if CONF_ENV in os.environ and os.environ.get("COVERAGE_PROCESS_START"):
+    # In a worker, where no .pth file of coverage has done it; before the plugin is imported.
+    import coverage
+
+    coverage.process_startup()
+
+from celery import Celery, Task
+from celery.exceptions import Ignore, Reject
+
+from .journal import journalled
+
+__all__ = ("CONF_ENV", "PLUGIN_ENV", "app", "build_app")
+
+_DEFAULTS: dict[str, Any] = {
+    "broker_connection_retry_on_startup": True,
+    # A machine that runs many tests at once starts pool processes slowly.
+    "worker_proc_alive_timeout": 30.0,
+}
+
+
+class JournalledTask(Task):  # type: ignore[misc]
+    """Writes the start and the end of each run.  The key is the keyword argument ``key``, else the task id."""
+
+    abstract = True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        request = self.request
+        delivery = request.delivery_info or {}
+        with journalled(
+            str(kwargs.get("key") or request.id),
+            id=request.id,
+            task=self.name,
+            worker=request.hostname or "",
+            retries=request.retries or 0,
+            queue=delivery.get("routing_key") or "",
+            redelivered=bool(delivery.get("redelivered")),
+        ):
+            return self.run(*args, **kwargs)
+
+
+def build_app(
+    *,
+    broker_url: str,
+    result_backend: str | None = None,
+    conf: Mapping[str, Any] | None = None,
+    plugin: bool = False,
+    name: str = "support",
+    set_as_current: bool = False,
+) -> Celery:
+    """An app with the test tasks; ``app.tasks["record"].delay(key="a")``."""
+    app = Celery(name, set_as_current=set_as_current)
+    settings = {**_DEFAULTS, "broker_url": broker_url, **(conf or {})}
+    if result_backend:
+        settings["result_backend"] = result_backend
+    app.config_from_object(settings)
+    define_tasks(app)
+    if plugin:
+        # As an attribute looked up late: the module must be usable with and without the plugin.
+        importlib.import_module("celery_capacity").install(app)
+    return app
+
+
+def define_tasks(app: Celery) -> None:
+    """Register every test task on ``app``, under its short name."""
+
+    # Celery's default, shared=True, would put them into every other app of the process, too.
+    task: Callable[..., Callable[[Callable[..., Any]], Any]] = functools.partial(app.task, shared=False)
+
+    @task(name="noop", ignore_result=True)
+    def noop() -> None:
+        pass
+
+    # For CeleryTestSetup.ready(ping=True); pytest-celery's own would need the Docker client in every worker.
+    @task(name="ping")
+    def ping() -> str:
+        return "pong"
+
+    @task(name="add", base=JournalledTask)
+    def add(x: float, y: float) -> float:
+        return x + y
+
+    @task(name="sleep", base=JournalledTask)
+    def sleep(seconds: float) -> float:
+        time.sleep(seconds)
+        return seconds
+
+    @task(name="record", base=JournalledTask)
+    def record(key: str | None = None, seconds: float = 0.0) -> str | None:
+        if seconds:
+            time.sleep(seconds)
+        return key
+
+    @task(name="record_late", base=JournalledTask, acks_late=True)
+    def record_late(key: str | None = None, seconds: float = 0.0) -> str | None:
+        """As ``record``, acknowledged after the run."""
+        if seconds:
+            time.sleep(seconds)
+        return key
+
+    @task(name="fail", base=JournalledTask)
+    def fail(message: str = "meant to fail", key: str | None = None) -> NoReturn:
+        raise RuntimeError(message)
+
+    @task(name="retry_n", base=JournalledTask, bind=True)
+    def retry_n(self: Task, times: int, countdown: float = 0.0, key: str | None = None) -> int:
+        """Retry ``times`` times, then return how often it was retried."""
+        if self.request.retries < times:
+            raise self.retry(countdown=countdown, max_retries=times)
+        return int(self.request.retries)
+
+    # Celery acknowledges before the run otherwise, and then a rejection means nothing.
+    @task(name="reject", base=JournalledTask, acks_late=True)
+    def reject(requeue: bool = False, key: str | None = None) -> NoReturn:
+        raise Reject("meant to be rejected", requeue=requeue)
+
+    @task(name="ignore", base=JournalledTask)
+    def ignore(key: str | None = None) -> NoReturn:
+        raise Ignore()
+
+    @task(name="hard", base=JournalledTask, time_limit=1)
+    def hard(seconds: float = 60.0, key: str | None = None) -> None:
+        """Its process is killed after a second (prefork)."""
+        time.sleep(seconds)
+
+    @task(name="soft", base=JournalledTask, soft_time_limit=1)
+    def soft(seconds: float = 60.0, key: str | None = None) -> None:
+        """SoftTimeLimitExceeded after a second (prefork)."""
+        time.sleep(seconds)
+
+    @task(name="exit_child", base=JournalledTask)
+    def exit_child(code: int = 1, key: str | None = None) -> NoReturn:
+        """Its process ends in the middle of the task, as by the kernel's hand.  Journal.note_dead() sees it."""
+        os._exit(code)
+
+    @task(name="send", base=JournalledTask)
+    def send(name: str, kwargs: Mapping[str, Any] | None = None, options: Mapping[str, Any] | None = None) -> str:
+        """Publish another task from inside a worker; returns its id."""
+        return str(app.send_task(name, kwargs=dict(kwargs or {}), **(options or {})).id)
+
+
+app = build_app(
+    broker_url=os.environ.get("CELERY_BROKER_URL", "memory://"),
+    result_backend=os.environ.get("CELERY_RESULT_BACKEND"),
+    conf=json.loads(os.environ.get(CONF_ENV, "{}")),
+    plugin=os.environ.get(PLUGIN_ENV) == "1",
+)
