@@ -263,7 +263,10 @@ def _sliced(loop: Callable[..., Any], tick: Callable[[], None]) -> Callable[...,
     """Celery's blocking loop, on a connection whose ``drain_events`` lets us look up in between."""
 
     def run(consumer: Any, connection: Any, *args: Any, **kwargs: Any) -> Any:
-        return loop(consumer, _SlicedConnection(connection, tick), *args, **kwargs)
+        def running() -> bool:
+            return bool(consumer.blueprint.state == bootsteps.RUN)
+
+        return loop(consumer, _SlicedConnection(connection, tick, running), *args, **kwargs)
 
     return run
 
@@ -271,9 +274,10 @@ def _sliced(loop: Callable[..., Any], tick: Callable[[], None]) -> Callable[...,
 class _SlicedConnection:
     """A connection that waits for events in slices, with a tick before each."""
 
-    def __init__(self, connection: Any, tick: Callable[[], None]) -> None:
+    def __init__(self, connection: Any, tick: Callable[[], None], running: Callable[[], bool]) -> None:
         self._connection = connection
         self._tick = tick
+        self._running = running
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._connection, name)
@@ -285,7 +289,7 @@ class _SlicedConnection:
             try:
                 return self._connection.drain_events(timeout=_SLICE_SECONDS, **kwargs)
             except sockets.timeout:
-                if until is not None and time.monotonic() >= until:
+                if not self._running() or (until is not None and time.monotonic() >= until):
                     raise
 
 
