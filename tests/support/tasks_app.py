@@ -20,6 +20,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NoReturn
 
 CONF_ENV = "CAPACITY_TEST_CONF"
@@ -31,10 +32,10 @@ if CONF_ENV in os.environ and os.environ.get("COVERAGE_PROCESS_START"):
 
     coverage.process_startup()
 
-from celery import Celery, Task
+from celery import Celery, Task, chord
 from celery.exceptions import Ignore, Reject
 
-from .journal import journalled
+from .journal import JOURNAL_ENV, journalled
 
 __all__ = ("CONF_ENV", "PLUGIN_ENV", "app", "build_app")
 
@@ -63,6 +64,26 @@ class JournalledTask(Task):  # type: ignore[misc]
             redelivered=bool(delivery.get("redelivered")),
         ):
             return self.run(*args, **kwargs)
+
+
+class OverridingTask(JournalledTask):
+    """As projects have them: with an ``apply_async`` of its own."""
+
+    abstract = True
+
+    def apply_async(self, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
+        headers = {**(options.pop("headers", None) or {}), "tenant": "acme"}
+        return super().apply_async(args, kwargs, headers=headers, **options)
+
+
+def wait_for_gate(gate: str, limit: float) -> None:
+    """Until :meth:`support.journal.Journal.open_gate` has opened it."""
+    path = Path(os.environ[JOURNAL_ENV]) / f"gate-{gate}"
+    deadline = time.monotonic() + limit
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"gate {gate} was not opened")
+        time.sleep(0.02)
 
 
 def build_app(
@@ -158,6 +179,52 @@ def define_tasks(app: Celery) -> None:
     def exit_child(code: int = 1, key: str | None = None) -> NoReturn:
         """Its process ends in the middle of the task, as by the kernel's hand.  Journal.note_dead() sees it."""
         os._exit(code)
+
+    @task(name="hold", base=JournalledTask)
+    def hold(gate: str, key: str | None = None, limit: float = 60.0) -> str | None:
+        """Run until the test opens the gate."""
+        wait_for_gate(gate, limit)
+        return key
+
+    @task(name="hold_late", base=JournalledTask, acks_late=True)
+    def hold_late(gate: str, key: str | None = None, limit: float = 60.0) -> str | None:
+        """As ``hold``, acknowledged after the run."""
+        wait_for_gate(gate, limit)
+        return key
+
+    @task(name="southern", base=JournalledTask, node="south")
+    def southern(key: str | None = None) -> str | None:
+        """Pinned by an attribute of the task."""
+        return key
+
+    @task(name="rated", base=JournalledTask, rate_limit="1/m")
+    def rated(key: str | None = None) -> str | None:
+        return key
+
+    @task(name="fail_late", base=JournalledTask, acks_late=True, acks_on_failure_or_timeout=False)
+    def fail_late(key: str | None = None) -> NoReturn:
+        """Never acknowledged: it is rejected."""
+        raise RuntimeError("meant to fail")
+
+    @task(name="overriding", base=OverridingTask, bind=True)
+    def overriding(self: Task, key: str | None = None) -> Any:
+        """Returns the header that its base class added."""
+        return (self.request.headers or {}).get("tenant") or self.request.get("tenant")
+
+    @task(name="replaced", base=JournalledTask, bind=True)
+    def replaced(self: Task, key: str | None = None) -> Any:
+        """Puts another task into its own place."""
+        return self.replace(app.tasks["record"].si(key=f"{key}-replacement"))
+
+    @task(name="chord_inside", base=JournalledTask)
+    def chord_inside(width: int, key: str | None = None) -> str:
+        """A chord that is sent from inside a worker; returns the id of its body."""
+        header = [app.tasks["add"].s(number, 1) for number in range(width)]
+        return str(chord(header)(app.tasks["total"].s()).id)
+
+    @task(name="total", base=JournalledTask)
+    def total(numbers: list[float], key: str | None = None) -> float:
+        return sum(numbers)
 
     @task(name="send", base=JournalledTask)
     def send(name: str, kwargs: Mapping[str, Any] | None = None, options: Mapping[str, Any] | None = None) -> str:
