@@ -94,22 +94,24 @@ class Acceptance:
         if agent.ledger.holds(mail.token):
             # The broker delivers it again while it runs here (its acknowledgement was lost): a run of its own.
             return None
+        # A producer may have seen our registration before its answer has reached us.
+        epoch = agent.epoch or mail.epoch
+        if not epoch:
+            return None
         slot = Slot(
             mail.token,
             agent.name,
-            agent.epoch,
+            epoch,
             mail.queue or agent.own_queue.name,
             mail.node or "",
             mail.task,
             mail.task_id,
             committed=True,
         )
-        if not agent.epoch:
-            return None
         # Noted first: a heartbeat must not take it for a leak.
         agent.ledger.claim(slot)
         try:
-            outcome = agent.call(agent.registry.commit, mail.token, agent.name, agent.epoch)
+            outcome = agent.call(agent.registry.commit, mail.token, agent.name, epoch)
         except RegistryError:
             agent.ledger.unclaim(slot)
             return None
