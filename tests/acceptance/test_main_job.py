@@ -126,7 +126,8 @@ def test_a_worker_that_is_embedded_in_the_process_of_the_producer(
 
     with Sampler(registry, interval=0.01) as sampler:
         with embedded_worker(app, pool=pool, concurrency=concurrency, perform_ping_check=False):
-            wait_until(lambda: [w.capacity for w in registry.overview().workers], 10, what="the worker")
+            # While it starts it looks for work, with a slot in its hand.
+            wait_until(lambda: [w.free for w in registry.overview().workers] == [concurrency], 10, what="the worker")
             send_wave(app, 12, seconds=0.05)
             assert_each_ran_once(journal, 12)
             wait_until(lambda: not any(w.held for w in registry.overview().workers), 10, what="all slots to be free")
