@@ -233,16 +233,40 @@ class Fleet:
             raise AssertionError(f"{exc}\n{self.journal.summary()}") from None
         return seen()
 
+    def max_parallel(self, prefix: str = "", worker: str | None = None) -> int:
+        """The most runs at one time whose key begins with ``prefix``.
+
+        A shared fleet's journal has runs whose process was killed in it, which seem to end a little late.
+        """
+        return self.journal.max_parallel_by(
+            lambda run: str(run.key.startswith(prefix) and worker in (None, run.worker))
+        ).get("True", 0)
+
     def settle(self, limit: float = QUIET_LIMIT) -> None:
         """Wait until nothing is held and nothing is left, and see that no part has complained."""
+        self.journal.note_dead()
         self.wait(lambda: not self.journal.running(), limit, "all tasks to end")
         self.wait(lambda: not self.held(), limit, "all slots to be given back")
         self.wait(lambda: not self.left(), limit, "all queues to be empty")
         assert self.complaints() == []
 
+    def fill(self, count: int, *, name: str = "hold", **options: Any) -> str:
+        """Start ``count`` tasks that run until their gate is opened; returns the gate, which is their key, too."""
+        gate = unique("fill")
+        for number in range(count):
+            self.tasks[name].apply_async(kwargs={"gate": gate, "key": f"{gate}-{number}"}, **options)
+        self.started(gate, count)
+        return gate
+
+    def publish_raw(self, body: Any, *, routing_key: str | None = None, **options: Any) -> None:
+        """A message that no Celery has made."""
+        with self.app.connection_for_write() as connection, connection.Producer() as producer:
+            producer.publish(body, exchange="", routing_key=routing_key or self.queue, **options)
+
     def assert_takes(self, capacity: int, *, key: str | None = None, **options: Any) -> None:
         """The workers run exactly ``capacity`` tasks at once, and one more only when one of those has ended."""
         key = key or unique("takes")
+        self.wait(lambda: not self.held(), QUIET_LIMIT, "all slots to be given back")
         for number in range(capacity + 1):
             self.tasks["hold"].apply_async(kwargs={"gate": key, "key": f"{key}-{number}"}, **options)
         self.started(key, capacity)

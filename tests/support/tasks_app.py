@@ -6,6 +6,8 @@
     a JSON object of Celery settings, ``capacity_…`` among them.
 ``CAPACITY_TEST_PLUGIN``
     ``1``: ``celery_capacity.install(app)``.
+``CAPACITY_TEST_EXTRA_TASK``
+    the name of one more task, that other workers do not know.
 ``CAPACITY_TEST_JOURNAL``
     a directory: every task but ``noop`` and ``ping`` writes its start and end there (:mod:`support.journal`).
 
@@ -25,6 +27,7 @@ from typing import Any, NoReturn
 
 CONF_ENV = "CAPACITY_TEST_CONF"
 PLUGIN_ENV = "CAPACITY_TEST_PLUGIN"
+EXTRA_ENV = "CAPACITY_TEST_EXTRA_TASK"
 
 if CONF_ENV in os.environ and os.environ.get("COVERAGE_PROCESS_START"):
     # In a worker, where no .pth file of coverage has done it; before the plugin is imported.
@@ -37,7 +40,7 @@ from celery.exceptions import Ignore, Reject
 
 from .journal import JOURNAL_ENV, journalled
 
-__all__ = ("CONF_ENV", "PLUGIN_ENV", "app", "build_app")
+__all__ = ("CONF_ENV", "EXTRA_ENV", "PLUGIN_ENV", "app", "build_app")
 
 _DEFAULTS: dict[str, Any] = {
     "broker_connection_retry_on_startup": True,
@@ -76,11 +79,14 @@ class OverridingTask(JournalledTask):
         return super().apply_async(args, kwargs, headers=headers, **options)
 
 
+def gate_is_open(gate: str) -> bool:
+    return (Path(os.environ[JOURNAL_ENV]) / f"gate-{gate}").exists()
+
+
 def wait_for_gate(gate: str, limit: float) -> None:
     """Until :meth:`support.journal.Journal.open_gate` has opened it."""
-    path = Path(os.environ[JOURNAL_ENV]) / f"gate-{gate}"
     deadline = time.monotonic() + limit
-    while not path.exists():
+    while not gate_is_open(gate):
         if time.monotonic() > deadline:
             raise TimeoutError(f"gate {gate} was not opened")
         time.sleep(0.02)
@@ -192,6 +198,13 @@ def define_tasks(app: Celery) -> None:
         wait_for_gate(gate, limit)
         return key
 
+    @task(name="reject_until", base=JournalledTask, acks_late=True)
+    def reject_until(gate: str, key: str | None = None) -> None:
+        """Back to the queue, again and again, until the gate is open."""
+        if not gate_is_open(gate):
+            time.sleep(0.05)
+            raise Reject("not yet", requeue=True)
+
     @task(name="southern", base=JournalledTask, node="south")
     def southern(key: str | None = None) -> str | None:
         """Pinned by an attribute of the task."""
@@ -225,6 +238,12 @@ def define_tasks(app: Celery) -> None:
     @task(name="total", base=JournalledTask)
     def total(numbers: list[float], key: str | None = None) -> float:
         return sum(numbers)
+
+    if extra := os.environ.get(EXTRA_ENV):
+
+        @task(name=extra, base=JournalledTask)
+        def only_here(key: str | None = None) -> str | None:
+            return key
 
     @task(name="send", base=JournalledTask)
     def send(name: str, kwargs: Mapping[str, Any] | None = None, options: Mapping[str, Any] | None = None) -> str:
