@@ -55,6 +55,12 @@ class Acceptance:
         if mail.task is not None and mail.task not in self.agent.app.tasks and slot.queue in self.agent.managed:
             self._unknown(message, mail, slot)
             return
+        if mail.node is not None and mail.node != self.agent.node and slot.queue in self.agent.managed:
+            # From the shared queue: it has a countdown, or was sent when nobody served the queue.  It needs no slot
+            # here: as soon as it is due, it goes to its node.
+            self.gatekeeper.give_back(slot)
+            self.deliver(message, mail, slot.queue, None)
+            return
         self.deliver(message, mail, slot.queue if slot.queue in self.agent.managed else mail.queue, slot)
 
     def deliver(self, message: Any, mail: Mail, queue: str | None, slot: Slot | None) -> None:
