@@ -8,6 +8,8 @@
     ``1``: ``celery_capacity.install(app)``.
 ``CAPACITY_TEST_EXTRA_TASK``
     the name of one more task, that other workers do not know.
+``CAPACITY_TEST_BROADCAST``
+    the name of a broadcast queue, beside the default one.
 ``CAPACITY_TEST_JOURNAL``
     a directory: every task but ``noop`` and ``ping`` writes its start and end there (:mod:`support.journal`).
 
@@ -28,6 +30,7 @@ from typing import Any, NoReturn
 CONF_ENV = "CAPACITY_TEST_CONF"
 PLUGIN_ENV = "CAPACITY_TEST_PLUGIN"
 EXTRA_ENV = "CAPACITY_TEST_EXTRA_TASK"
+BROADCAST_ENV = "CAPACITY_TEST_BROADCAST"
 
 if CONF_ENV in os.environ and os.environ.get("COVERAGE_PROCESS_START"):
     # In a worker, where no .pth file of coverage has done it; before the plugin is imported.
@@ -37,10 +40,12 @@ if CONF_ENV in os.environ and os.environ.get("COVERAGE_PROCESS_START"):
 
 from celery import Celery, Task, chord
 from celery.exceptions import Ignore, Reject
+from kombu import Queue
+from kombu.common import Broadcast
 
 from .journal import JOURNAL_ENV, journalled
 
-__all__ = ("CONF_ENV", "EXTRA_ENV", "PLUGIN_ENV", "app", "build_app")
+__all__ = ("BROADCAST_ENV", "CONF_ENV", "EXTRA_ENV", "PLUGIN_ENV", "app", "build_app")
 
 _DEFAULTS: dict[str, Any] = {
     "broker_connection_retry_on_startup": True,
@@ -106,6 +111,8 @@ def build_app(
     settings = {**_DEFAULTS, "broker_url": broker_url, **(conf or {})}
     if result_backend:
         settings["result_backend"] = result_backend
+    if broadcast := os.environ.get(BROADCAST_ENV):
+        settings["task_queues"] = [Queue(settings["task_default_queue"]), Broadcast(broadcast)]
     app.config_from_object(settings)
     define_tasks(app)
     if plugin:
@@ -246,7 +253,12 @@ def define_tasks(app: Celery) -> None:
             return key
 
     @task(name="send", base=JournalledTask)
-    def send(name: str, kwargs: Mapping[str, Any] | None = None, options: Mapping[str, Any] | None = None) -> str:
+    def send(
+        name: str,
+        kwargs: Mapping[str, Any] | None = None,
+        options: Mapping[str, Any] | None = None,
+        key: str | None = None,
+    ) -> str:
         """Publish another task from inside a worker; returns its id."""
         return str(app.send_task(name, kwargs=dict(kwargs or {}), **(options or {})).id)
 
