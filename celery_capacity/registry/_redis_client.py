@@ -54,13 +54,24 @@ _MOST_MOVES = 4
 
 
 class Script:
-    """A Lua script of this package, with the shared parts that it needs put before it."""
+    """A Lua script of this package, with the shared parts that it needs put before it.
 
-    def __init__(self, name: str, *parts: str) -> None:
-        folder = files(__package__) / "lua"
+    :param rarely: names of functions that the script reaches as ``rarely().name``.  The parts are then defined only when
+        it does, which saves a script that is called for every task the time.
+    """
+
+    def __init__(self, name: str, *parts: str, rarely: tuple[str, ...] = ()) -> None:
         self.name = name
-        self.text = "".join((folder / f"{part}.lua").read_text("utf-8") for part in (*parts, name))
+        shared = "".join(map(_read, parts))
+        if rarely:
+            table = ", ".join(f"{function} = {function}" for function in rarely)
+            shared = f"local function rarely()\n{shared}return {{{table}}}\nend\n"
+        self.text = _read("_clock") + shared + _read(name)
         self.sha = hashlib.sha1(self.text.encode(), usedforsecurity=False).hexdigest()
+
+
+def _read(name: str) -> str:
+    return (files(__package__) / "lua" / f"{name}.lua").read_text("utf-8")
 
 
 class Client:

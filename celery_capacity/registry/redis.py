@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ..errors import InvalidDemandError
+from ..errors import InvalidAdvertError, InvalidDemandError
 from ..models import (
     Advert,
     Census,
@@ -46,7 +46,11 @@ _RESTORE = Script("restore", *_SLOTS)
 _RESIZE = Script("resize", *_SLOTS)
 _DRAIN = Script("drain", *_SLOTS)
 _DEREGISTER = Script("deregister", *_MEMBERS)
-_RESERVE = Script("reserve", *_CHOICE)
+_RESERVE = Script(
+    "reserve",
+    *_CHOICE,
+    rarely=("answer", "classes_of", "next_after", "refuse", "set_listed", "settle", "turns_of", "why_nobody"),
+)
 _RESERVE_WORKER = Script("reserve_worker", *_CLAIMS)
 _CLAIM_PARKED = Script("claim_parked", *_CLAIMS, "_lots")
 _COMMIT = Script("commit", *_SLOTS)
@@ -105,6 +109,9 @@ class RedisRegistry(Registry):
 
     def register(self, advert: Advert, holding: Iterable[Slot] = ()) -> int:
         slots = tuple(holding)
+        for field in ("worker", "node"):
+            if "\0" in getattr(advert, field):
+                raise InvalidAdvertError(field, getattr(advert, field), "a name without a NUL character")
         queues, tasks = tuple(dict.fromkeys(advert.queues)), sorted(advert.tasks)
         epoch, freed, older = self._run(
             _REGISTER,
@@ -172,7 +179,8 @@ class RedisRegistry(Registry):
         )
         if not reply[0]:
             return _refusal(reply)
-        return Reservation(self, _reserved(reply, nonce, demand, False))
+        name, number, _, host = reply[0].decode().split("\0", 3)
+        return Reservation(self, _reserved(name, number, host, reply[1], nonce, demand, False))
 
     def reserve_worker(self, worker: str, epoch: int, demand: Demand, *, commit: bool = False) -> Reservation | Refusal:
         nonce = self._client.nonce()
@@ -190,7 +198,10 @@ class RedisRegistry(Registry):
         )
         if not reply[0]:
             return _refusal(reply)
-        return Reservation(self, _reserved(reply, nonce, demand, commit))
+        _, name, number, node, deadline = reply
+        return Reservation(
+            self, _reserved(name.decode(), number.decode(), node.decode(), deadline, nonce, demand, commit)
+        )
 
     def claim_parked(self, worker: str, epoch: int, lots: Sequence[Lot], *, marked_only: bool = True) -> Slot | Refusal:
         nonce = self._client.nonce()
@@ -296,15 +307,13 @@ def _triples(flat: list[Any]) -> Iterable[tuple[Any, Any, Any]]:
     return zip(flat[::3], flat[1::3], flat[2::3], strict=True)
 
 
-def _reserved(reply: list[Any], nonce: str, demand: Demand, commit: bool) -> Slot:
-    _, name, epoch, node, deadline = reply
-    worker, number = name.decode(), epoch.decode()
+def _reserved(name: str, epoch: str, node: str, deadline: int, nonce: str, demand: Demand, commit: bool) -> Slot:
     return Slot(
-        f"{nonce}.{number}.{worker}",
-        worker,
-        int(number),
+        f"{nonce}.{epoch}.{name}",
+        name,
+        int(epoch),
         demand.queue,
-        node.decode(),
+        node,
         demand.task,
         demand.task_id,
         deadline / 1e6,

@@ -1,6 +1,7 @@
 -- Shared: who comes next.
 
--- The turns of the demands that are pinned to a node; those of the others are in the queue's own hash.
+-- The turns of the demands that are pinned to a node; those of the others are in the queue's own hash.  A turn is the field
+-- "turn<task>": "<generation of the queue's classes> <classes that know the task> <name of the last worker chosen>".
 local function turns_of(queue, node) return PREFIX .. ':turns:' .. #queue .. ':' .. queue .. ':' .. node end
 
 -- The classes that serve the queue and know the task, as "class,class": as many as there are builds.
@@ -21,12 +22,12 @@ local function before(a, b)
   return #a < #b
 end
 
--- The first worker with a free slot after the cursor, in name order, over all these classes.
-local function next_after(queue, classes, node, cursor)
+-- The first entry after the name, over the free sets of all these classes.
+local function next_after(queue, classes, node, name)
   local first
   for class in string.gmatch(classes, '[^,]+') do
-    local name = call('ZRANGEBYLEX', free_key(queue, class, node), '(' .. cursor, '+', 'LIMIT', 0, 1)[1]
-    if name and (not first or before(name, first)) then first = name end
+    local entry = call('ZRANGEBYLEX', free_key(queue, class, node), '(' .. name .. '\1', '+', 'LIMIT', 0, 1)[1]
+    if entry and (not first or before(entry, first)) then first = entry end
   end
   return first
 end

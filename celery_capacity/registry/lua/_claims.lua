@@ -12,10 +12,10 @@ local function claim(name, worker, token, queue, ttl)
     call('ZADD', DUE, at, 's' .. token)
     call('HSET', key, 'slot:' .. token, 'R' .. at .. ' ' .. queue, 'held', held, 'last_deadline', last)
   else
-    call('HSET', key, 'slot:' .. token, 'C' .. text(now) .. ' ' .. queue, 'held', held)
+    call('HSET', key, 'slot:' .. token, 'C' .. now_text .. ' ' .. queue, 'held', held)
     call('HINCRBY', key, 'committed', 1)
   end
-  if held >= tonumber(worker[3]) then set_listed(name, false) end
+  if held >= tonumber(worker[3]) then set_listed(name, worker[9], '') end
   return deadline
 end
 

@@ -53,9 +53,9 @@ local function withdraw(name)
   local key = worker_key(name)
   local fields = call('HGETALL', key)
   local freed = 0
-  set_listed(name, false)
-  -- Nothing may list it again while its slots are freed.
+  -- So that nothing lists it while its slots are freed.
   call('HSET', key, 'capacity', '')
+  refresh(name)
   for i = 1, #fields, 2 do
     if string.sub(fields[i], 1, 5) == 'slot:' then
       local kind, _, queue = string.match(fields[i + 1], '^(.)(%d+) (.*)$')
@@ -70,7 +70,7 @@ local function withdraw(name)
     call('HDEL', PREFIX .. ':builds', worker[2])
     call('DEL', PREFIX .. ':tasks:' .. worker[2])
   end
-  call('ZREM', DUE, 'd' .. name)
+  call('ZREM', DUE, 'd' .. name, 'l' .. name)
   call('ZREM', PREFIX .. ':workers', name)
   call('DEL', key)
   return freed

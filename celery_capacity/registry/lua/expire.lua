@@ -4,7 +4,7 @@
 local cleaner, lease = unpack(ARGV)
 settle()
 local lapsed, mine = {}, {}
-for _, name in ipairs(call('ZRANGEBYSCORE', PREFIX .. ':workers', 0, text(now))) do
+for _, name in ipairs(call('ZRANGEBYSCORE', PREFIX .. ':workers', 0, now_text)) do
   local epoch = call('HGET', worker_key(name), 'epoch')
   for _, value in ipairs({name, epoch, bury(name)}) do lapsed[#lapsed + 1] = value end
 end

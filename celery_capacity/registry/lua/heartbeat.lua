@@ -8,8 +8,9 @@ local worker = call('HMGET', key, 'epoch', 'lease', 'lapse', 'host', 'pid', 'que
 if not worker[1] then return answer({'GONE', now, ''}) end
 if worker[1] ~= epoch then return answer({'REPLACED', now, 'host=' .. worker[4] .. ' pid=' .. worker[5]}) end
 
-local lapse_at = text(now + worker[3])
-call('HSET', key, 'late_at', text(now + worker[2]), 'lapse_at', lapse_at)
+local late_at, lapse_at = text(now + worker[2]), text(now + worker[3])
+call('HSET', key, 'late_at', late_at, 'lapse_at', lapse_at)
+call('ZADD', DUE, late_at, 'l' .. name)
 call('ZADD', PREFIX .. ':workers', lapse_at, name)
 for _, queue in ipairs(cmsgpack.unpack(worker[6])) do call('ZADD', PREFIX .. ':serving:' .. queue, lapse_at, name) end
 

@@ -24,8 +24,9 @@ for i = at, at + queue_count - 1 do queues[#queues + 1] = ARGV[i] end
 at = at + queue_count
 call('HSET', key, 'epoch', text(epoch), 'node', node, 'capacity', capacity, 'held', 0, 'committed', 0,
   'lease', lease, 'lapse', lapse, 'late_at', text(now + lease), 'lapse_at', text(now + lapse),
-  'last_deadline', last_deadline, 'listed', '0', 'queues', cmsgpack.pack(queues), 'class', class,
+  'last_deadline', last_deadline, 'listed', '', 'queues', cmsgpack.pack(queues), 'class', class,
   'host', host, 'pid', pid)
+call('ZADD', DUE, text(now + lease), 'l' .. name)
 call('ZADD', PREFIX .. ':workers', text(now + lapse), name)
 if call('HINCRBY', PREFIX .. ':builds', class, 1) == 1 then
   for i = at, at + task_count - 1 do call('SADD', PREFIX .. ':tasks:' .. class, ARGV[i]) end

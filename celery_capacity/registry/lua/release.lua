@@ -4,9 +4,8 @@
 -- Returns {name of a ReleaseOutcome} or {'RELEASED', 1 if the empty lot is still marked, claim as in _lots.lua or nil}.
 local token, epoch, name, claim_epoch, marked, nonce, emptied, version = unpack(ARGV, 1, 8)
 settle()
-local owner, kind, _, queue = find(token)
+local owner, kind, queue, current = find(token)
 if not owner then return answer({'ALREADY'}) end
-local current = call('HGET', worker_key(owner), 'epoch')
 if epoch ~= '' and epoch ~= current then return answer({'STALE'}) end
 free(owner, token, kind, queue)
 
