@@ -54,18 +54,20 @@ class _Master:
     """The master that the Sentinels name; each connection asks them anew, and checks who it has got."""
 
     def __init__(self, sentinels: list[tuple[str, int]], service: str, options: dict[str, Any]) -> None:
-        from redis.sentinel import Sentinel, SentinelConnectionPool
+        from redis.sentinel import Sentinel, SentinelConnectionPool  # most fleets never need it
 
         theirs = {key: options[key] for key in ("retry", "socket_timeout", "socket_connect_timeout")}
         theirs |= {
             key.removeprefix("sentinel_"): options.pop(key) for key in [k for k in options if k.startswith("sentinel_")]
         }
-        manager = Sentinel(
+        manager: Any = Sentinel(  # type: ignore[no-untyped-call]
             sentinels,
             min_other_sentinels=int(options.pop("min_other_sentinels", 0)),
             sentinel_kwargs=theirs,
         )
-        self._pool: Any = SentinelConnectionPool(service, manager, is_master=True, check_connection=True, **options)
+        self._pool: Any = SentinelConnectionPool(  # type: ignore[no-untyped-call]
+            service, manager, is_master=True, check_connection=True, **options
+        )
         self.open()
 
     def open(self) -> Any:
@@ -88,11 +90,19 @@ class _Cluster:
         self._client: Any = None
 
     def open(self) -> Any:
+        try:
+            return self._open()
+        except redis.RedisError:
+            raise
+        except redis.RedisClusterException as exc:  # not one of the driver's RedisErrors
+            raise redis.ConnectionError(f"the cluster does not answer for the slot of {self._key}: {exc}") from exc
+
+    def _open(self) -> Any:
         from redis.cluster import ClusterNode
 
         client = self._client
         if client is None:
-            nodes = [ClusterNode(host, port) for host, port in self._nodes]
+            nodes = [ClusterNode(host, port) for host, port in self._nodes]  # type: ignore[no-untyped-call]
             client = self._client = self._class(startup_nodes=nodes, **self._options)
         node = client.get_node_from_key(self._key)
         pool = client.get_redis_connection(node).connection_pool
@@ -142,7 +152,7 @@ def _options(url: str, timeout_seconds: float) -> dict[str, Any]:
     }
     if int(redis.__version__.partition(".")[0]) >= 5:
         options["protocol"] = 2  # nothing is pushed to us, so connecting takes fewer steps
-    options |= parse_url(url)
+    options |= parse_url(url)  # type: ignore[no-untyped-call]
     if options.get("health_check_interval") is None:
         options.pop("health_check_interval", None)
     options["decode_responses"] = False
