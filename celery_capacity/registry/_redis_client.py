@@ -84,7 +84,7 @@ class Client:
         self._url = mask_url(url)
         #: Every key begins with it.  The braces put all of a namespace into one slot of a cluster.
         self._prefix = f"{{capacity:{namespace}}}"
-        self._opener = opener_of(url, self._prefix, timeout_seconds)
+        self._opener = opener_of(url, timeout_seconds)
         self._eviction_checked = False
         self._start()
 
@@ -161,16 +161,18 @@ class Client:
                     # The server is new or was flushed; this gives it the script, and runs it.
                     connection.send_packed_command(connection.pack_command("EVAL", script.text, *command[2:]), False)
                     reply = connection.read_response()
-            except MovedError:
-                # Nothing was run; the slot is on another node now.
+            except MovedError as exc:
+                # Nothing was run; the slot is on another node.
                 connection.disconnect()
-                self._look_again()
+                self.close()
+                self._opener.moved(exc.host, exc.port)
                 moves += 1
                 if moves > _MOST_MOVES:
                     raise
-            except (ReadOnlyError, ClusterDownError, AskError):
+            except ReadOnlyError:
+                # It was the master until now; new connections find out who is.
                 connection.disconnect()
-                self._look_again()
+                self.close()
                 raise
             except ResponseError:
                 idle.append((connection, has_news))
@@ -178,23 +180,13 @@ class Client:
             except BaseException:
                 # Also when a greenlet is killed: the answer to this call must not become that to another.
                 connection.disconnect()
-                self._opener.look_again()
                 raise
             else:
                 idle.append((connection, has_news))
                 return reply
 
-    def _look_again(self) -> None:
-        self._opener.look_again()
-        self.close()
-
     def _connect(self) -> tuple[Any, Callable[[], bool]]:
-        try:
-            connection = self._opener.open()
-            connection.connect()
-        except BaseException:
-            self._opener.look_again()
-            raise
+        connection = self._opener.connect()
         if not self._eviction_checked:
             self._eviction_checked = True
             try:

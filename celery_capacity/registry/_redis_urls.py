@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from typing import Any, Protocol
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -28,11 +29,11 @@ _EXPECTED = {
 class Opener(Protocol):
     """Opens connections to whoever is to be asked."""
 
-    def open(self) -> Any:
-        """A connection of the driver, not yet connected.  May raise the driver's errors."""
+    def connect(self) -> Any:
+        """A new connection of the driver.  Raises the driver's errors."""
 
-    def look_again(self) -> None:
-        """The one that was asked is not, or not any more, the one to ask."""
+    def moved(self, host: str, port: int) -> None:
+        """The one that was asked says that this one is to be asked."""
 
 
 class _Server:
@@ -41,17 +42,23 @@ class _Server:
     def __init__(self, connection_class: Callable[..., Any], options: dict[str, Any]) -> None:
         self._class = connection_class
         self._options = options
-        self.open()  # a wrong option is an error of the URL, and not of the first call
+        self.new()  # a wrong option is an error of the URL, and not of the first call
 
-    def open(self) -> Any:
-        return self._class(**self._options)
+    def new(self, **address: Any) -> Any:
+        """A connection that is not connected yet."""
+        return self._class(**{**self._options, **address})
 
-    def look_again(self) -> None:
-        """There is nobody else."""
+    def connect(self) -> Any:
+        connection = self.new()
+        connection.connect()
+        return connection
+
+    def moved(self, host: str, port: int) -> None:
+        """A cluster behind a plain URL: it is for the caller's next error to say so."""
 
 
-class _Master:
-    """The master that the Sentinels name; each connection asks them anew, and checks who it has got."""
+class _Master(_Server):
+    """The master that the Sentinels name; each connection asks them anew, and checks whom it has got."""
 
     def __init__(self, sentinels: list[tuple[str, int]], service: str, options: dict[str, Any]) -> None:
         from redis.sentinel import Sentinel, SentinelConnectionPool  # most fleets never need it
@@ -65,58 +72,47 @@ class _Master:
             min_other_sentinels=int(options.pop("min_other_sentinels", 0)),
             sentinel_kwargs=theirs,
         )
-        self._pool: Any = SentinelConnectionPool(  # type: ignore[no-untyped-call]
+        # Only to make connections, which need it; it holds none.
+        self.pool: Any = SentinelConnectionPool(  # type: ignore[no-untyped-call]
             service, manager, is_master=True, check_connection=True, **options
         )
-        self.open()
-
-    def open(self) -> Any:
-        return self._pool.connection_class(**self._pool.connection_kwargs)
-
-    def look_again(self) -> None:
-        """Every connection does."""
+        super().__init__(self.pool.connection_class, dict(self.pool.connection_kwargs))
 
 
-class _Cluster:
-    """The node of the cluster that has the slot of the namespace."""
+class _Cluster(_Server):
+    """The node of a cluster that has the slot of the namespace.  Whoever is asked instead names it, so that the map of all
+    slots is not needed."""
 
-    def __init__(self, nodes: list[tuple[str, int]], key: str, options: dict[str, Any]) -> None:
-        from redis.cluster import RedisCluster
-
-        self._class = RedisCluster
+    def __init__(
+        self, nodes: list[tuple[str, int]], connection_class: Callable[..., Any], options: dict[str, Any]
+    ) -> None:
         self._nodes = nodes
-        self._key = key
-        self._options = options
-        self._client: Any = None
+        self._at = nodes[0]
+        self._seconds = float(options["socket_connect_timeout"])
+        super().__init__(connection_class, options)
 
-    def open(self) -> Any:
-        try:
-            return self._open()
-        except redis.RedisError:
-            raise
-        except redis.RedisClusterException as exc:  # not one of the driver's RedisErrors
-            raise redis.ConnectionError(f"the cluster does not answer for the slot of {self._key}: {exc}") from exc
+    def connect(self) -> Any:
+        give_up_at = time.monotonic() + self._seconds
+        for host, port in dict.fromkeys((self._at, *self._nodes)):
+            connection = self.new(host=host, port=port)
+            try:
+                connection.connect()
+            except (redis.ConnectionError, redis.TimeoutError) as exc:
+                failure: redis.RedisError = exc
+                if isinstance(exc, redis.AuthenticationError) or time.monotonic() > give_up_at:
+                    break
+            else:
+                self._at = (host, port)
+                return connection
+        raise failure
 
-    def _open(self) -> Any:
-        from redis.cluster import ClusterNode
-
-        client = self._client
-        if client is None:
-            nodes = [ClusterNode(host, port) for host, port in self._nodes]  # type: ignore[no-untyped-call]
-            client = self._client = self._class(startup_nodes=nodes, **self._options)
-        node = client.get_node_from_key(self._key)
-        pool = client.get_redis_connection(node).connection_pool
-        return pool.connection_class(**pool.connection_kwargs)
-
-    def look_again(self) -> None:
-        """Ask the cluster anew who has which slot."""
-        self._client = None
+    def moved(self, host: str, port: int) -> None:
+        self._at = (host or self._at[0], port)
 
 
-def opener_of(url: str, key: str, timeout_seconds: float) -> Opener:
+def opener_of(url: str, timeout_seconds: float) -> Opener:
     """What opens connections for this URL.  Nothing is connected yet.
 
-    :param key: a key of the namespace; all its keys are in one slot.
     :param timeout_seconds: for connecting, and for each answer; the URL's own options prevail.
     :raises ConfigurationError: naming the URL, without the password.
     """
@@ -129,12 +125,14 @@ def opener_of(url: str, key: str, timeout_seconds: float) -> Opener:
     base, _, kind = scheme.partition("+")
     kind = "socket" if scheme == "unix" else kind or "server"
     try:
+        if "#" in rest:
+            raise ValueError("a '#' in a password must be quoted, and nothing else may have one")
         if kind == "socket":
             return _socket(rest, timeout_seconds)
         if kind == "sentinel":
             return _sentinel(base, rest, timeout_seconds)
         if kind == "cluster":
-            return _cluster(base, rest, key, timeout_seconds)
+            return _cluster(base, rest, timeout_seconds)
         _check_database(urlsplit(f"{base}://{rest}").path.strip("/"))
         options = _options(f"{base}://{rest}", timeout_seconds)
         return _Server(options.pop("connection_class", Connection), options)
@@ -184,18 +182,13 @@ def _sentinel(base: str, rest: str, timeout_seconds: float) -> Opener:
     return _Master(_addresses(addresses, 26379), unquote(service), options)
 
 
-def _cluster(base: str, rest: str, key: str, timeout_seconds: float) -> Opener:
+def _cluster(base: str, rest: str, timeout_seconds: float) -> Opener:
     credentials, addresses, path, query = _split(rest)
     if path.strip("/") not in ("", "0"):
         raise ValueError("a cluster has database 0 only")
-    options = _options(f"redis://{credentials}cluster?{query}", timeout_seconds)
-    options.pop("host")
+    options = _options(f"{base}://{credentials}cluster?{query}", timeout_seconds)
     options.pop("db", None)
-    if base == "rediss":
-        options["ssl"] = True
-    # The driver's own check that every slot is covered would make an outage elsewhere ours.
-    options.setdefault("require_full_coverage", False)
-    return _Cluster(_addresses(addresses, 6379), key, options)
+    return _Cluster(_addresses(addresses, 6379), options.pop("connection_class", Connection), options)
 
 
 def _split(rest: str) -> tuple[str, str, str, str]:
