@@ -39,6 +39,12 @@ POLICIES = ("park", "refuse")
 RETRY_AFTER_SECONDS = 1.0
 #: At most one "no worker for queue" warning a queue in this many seconds.
 UNSERVED_WARNING_SECONDS = 60.0
+#: For this long after a refusal, tasks of the same kind are parked without asking again.  The refusal has set the
+#: lot's mark, which stands for at least ``reservation_seconds``, so no wake-up is lost; and a slot that comes
+#: free in between goes to a parked task anyway.  It takes most of the registry's cost out of a burst.
+REFUSED_SECONDS = 0.005
+#: Kinds of dispatch that are remembered; names may be made up by the caller, so there is an end to it.
+_KINDS = 10_000
 
 
 def own_queue(namespace: str, worker: str, arguments: Mapping[str, Any] | None = None) -> Queue:
@@ -114,6 +120,8 @@ class Dispatcher:
         self._outage = outage
         self._own_queues: dict[str, Queue] = {}
         self._unserved_warned: dict[str, float] = {}
+        #: Until when a kind of dispatch is known to be refused, on the monotonic clock.
+        self._refused: dict[tuple[str, str, str | None], float] = {}
 
     def send(
         self,
@@ -159,6 +167,9 @@ class Dispatcher:
             return publish_plain()
         policy = when_full or self.settings.policy_for(target.name)
         lot = node_lot(self.settings.namespace, target.name, node) if node else target.name
+        kind = (target.name, name, node)
+        if policy == "park" and time.monotonic() < self._refused.get(kind, 0.0):
+            return self._park(sender, producer, name, message, target, lot, kept, clean, publish_plain, options)
         demand = Demand(
             queue=target.name,
             task=name,
@@ -180,6 +191,7 @@ class Dispatcher:
                 return publish_plain()
             if policy == "refuse":
                 raise self._exhausted(demand, claim)
+            self._note_refused(kind)
             return self._park(sender, producer, name, message, target, lot, kept, clean, publish_plain, options)
         with claim:
             origin = {"queue": target.name, "exchange": exchange_name(target), "routing_key": rkey(target, routing_key)}
@@ -288,6 +300,11 @@ class Dispatcher:
         parked = lot_queue(lot, target)
         options = {**options, "exchange_type": "direct"}
         return sender(producer, name, message, queue=parked, headers={**headers, HEADER: header}, **options)
+
+    def _note_refused(self, kind: tuple[str, str, str | None]) -> None:
+        if len(self._refused) >= _KINDS:
+            self._refused.clear()
+        self._refused[kind] = time.monotonic() + min(REFUSED_SECONDS, self.settings.reservation_seconds / 4)
 
     def _own_queue(self, slot: Slot) -> Queue:
         queue = self._own_queues.get(slot.worker)

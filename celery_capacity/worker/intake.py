@@ -182,6 +182,8 @@ class Intake:
                 self._accept(message, slot)
                 return
             self._hot.discard(lot.name)
+        # A slot that has just come free is looked after more closely than one that has been idle.
+        self._wait = _FIRST_WAIT_SECONDS
         self._use(self._release(slot, None, self._in_turn()))
 
     def _fresh(self, confirmed: float) -> bool:
