@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .outage import Outage
     from .settings import Settings
 
-__all__ = ("CapacityAMQPMixin", "CapacityAMQP", "Dispatcher", "lot_queue", "own_queue")
+__all__ = ("CapacityAMQP", "CapacityAMQPMixin", "Dispatcher", "lot_queue", "own_queue")
 
 logger = logging.getLogger(__name__)
 
@@ -105,9 +105,7 @@ class CapacityAMQP(CapacityAMQPMixin, AMQP):  # type: ignore[misc]
 class Dispatcher:
     """Sends a task message: to the worker whose slot was claimed, to a lot, or as Celery would."""
 
-    def __init__(
-        self, app: Any, settings: Settings, registry: Callable[[], Registry], outage: Outage
-    ) -> None:
+    def __init__(self, app: Any, settings: Settings, registry: Callable[[], Registry], outage: Outage) -> None:
         self.app = app
         self.settings = settings
         self._registry = registry
@@ -218,9 +216,7 @@ class Dispatcher:
     def _only_reader(self, queue: Queue) -> bool:
         exchange = exchange_name(queue)
         queues = self.app.amqp.queues
-        return not any(
-            other.name != queue.name and exchange_name(other) == exchange for other in dict.values(queues)
-        )
+        return not any(other.name != queue.name and exchange_name(other) == exchange for other in dict.values(queues))
 
     # -- what with -------------------------------------------------------------------------------------
 
@@ -321,9 +317,7 @@ class Dispatcher:
 
     def _exhausted(self, demand: Demand, refusal: Refusal) -> CapacityExhausted:
         census = self._outage.call(self._registry().census, demand.queue, demand.task, demand.node)
-        return CapacityExhausted(
-            demand.queue, demand.task, refusal.reason.value, census, RETRY_AFTER_SECONDS
-        )
+        return CapacityExhausted(demand.queue, demand.task, refusal.reason.value, census, RETRY_AFTER_SECONDS)
 
 
 def exchange_name(queue: Queue) -> str:
