@@ -450,8 +450,7 @@ def command(tmp_path: Path, url: str) -> Callable[..., subprocess.CompletedProce
 
     def call(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, "-W", "error::DeprecationWarning:celery_capacity", "-m", "celery", "-A", "proj"]
-            + ["capacity", *arguments],
+            [sys.executable, "-m", "celery", "-A", "proj", "capacity", *arguments],
             cwd=tmp_path,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
             capture_output=True,
