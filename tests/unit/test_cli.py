@@ -432,6 +432,19 @@ def test_unknown_command_suggests_the_right_one(run):
     assert "status" in result.stderr
 
 
+def test_reference_shows_the_keys_of_the_documents(registry, run):
+    registry.register(advert("w@n"))
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "cli.md").read_text()
+    example = json.loads(page.partition("```json\n")[2].partition("```")[0])
+    status = json.loads(run("status", "--json").stdout)
+    assert list(example) == list(status)
+    assert list(example["workers"][0]) == list(status["workers"][0])
+    assert list(example["queues"][0]) == list(status["queues"][0])
+    explained = json.loads(run("explain", "q", "--json").stdout)
+    for key in (*explained, *explained["workers"][0]):
+        assert f"`{key}`" in page
+
+
 # -- as a command --------------------------------------------------------------------------------------------
 
 

@@ -49,7 +49,17 @@ BELOW = {
     "registry.contract": ("errors", "models"),
     "registry.urls": ("errors", "registry.contract"),
     "dispatch": ("errors", "models", "naming", "outage", "registry", "registry.contract", "settings"),
-    "worker*": ("errors", "models", "naming", "outage", "registry", "registry.contract", "settings", "dispatch", "worker*"),
+    "worker*": (
+        "errors",
+        "models",
+        "naming",
+        "outage",
+        "registry",
+        "registry.contract",
+        "settings",
+        "dispatch",
+        "worker*",
+    ),
     "testing*": ("errors", "models", "naming", "registry", "registry.*", "testing*"),
     "": ("*",),
 }
