@@ -1,12 +1,21 @@
-"""Fixtures of the tests of the producer's side."""
+"""Fixtures of the tests of the producer's side and of the command line."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from celery import Celery
+from celery.bin.base import CLIContext
+from click.testing import CliRunner, Result
 from support.dispatched import Dispatched, clear_broker
+
+from celery_capacity.cli import capacity
+from celery_capacity.registry import Registry, open_registry
+
+Run = Callable[..., Result]
 
 
 @pytest.fixture
@@ -29,3 +38,25 @@ def make() -> Iterator[Callable[..., Dispatched]]:
 @pytest.fixture
 def fx(make: Callable[..., Dispatched]) -> Dispatched:
     return make()
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"sqlite:///{tmp_path}/capacity.db"
+
+
+@pytest.fixture
+def registry(url: str) -> Iterator[Registry]:
+    with open_registry(url) as opened:
+        yield opened
+
+
+@pytest.fixture
+def run(url: str) -> Run:
+    def call(*arguments: str, **conf: Any) -> Result:
+        app = Celery("proj", broker="memory://", set_as_current=False)
+        app.conf.update({"capacity_registry": url, **conf})
+        context = CLIContext(app, no_color=True, workdir=None)
+        return CliRunner().invoke(capacity, list(arguments), obj=context, catch_exceptions=False)
+
+    return call
