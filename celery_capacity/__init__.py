@@ -1,6 +1,7 @@
 """Capacity-aware dispatch for Celery: a busy worker is never sent more than it can run."""
 
 from .errors import CapacityError, CapacityExhausted, ConfigurationError, RegistryError, RegistryUnavailable
+from .install import install
 from .registry import open_registry
 
 __all__ = (
@@ -9,6 +10,7 @@ __all__ = (
     "ConfigurationError",
     "RegistryError",
     "RegistryUnavailable",
+    "install",
     "open_registry",
 )
 __version__ = "0.1.0"

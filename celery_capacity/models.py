@@ -203,6 +203,7 @@ class Claim:
     worker: str
     epoch: int
     lots: tuple[Lot, ...]
+    marked_only: bool = True
 
 
 @dataclass(frozen=True)

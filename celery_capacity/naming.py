@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from uuid import uuid4
 
-__all__ = ("HEADER", "new_token", "node_lot", "node_of", "own_queue_name")
+__all__ = ("HEADER", "new_token", "node_lot", "node_of", "own_queue_name", "unknown_lot")
 
 #: The message header that carries the token and the origin.
 HEADER = "capacity"
@@ -29,3 +29,8 @@ def node_of(worker: str) -> str:
 def new_token(worker: str, epoch: int) -> str:
     """A token that no other slot ever had.  It names its owner, so that a store can find it without an index."""
     return f"{uuid4().hex}.{epoch}.{worker}"
+
+
+def unknown_lot(namespace: str, queue: str) -> str:
+    """The durable lot of ``queue`` for tasks that the worker which fetched them does not know."""
+    return f"capacity.{namespace}.unknown.{queue}"

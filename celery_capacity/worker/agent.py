@@ -15,13 +15,17 @@ from kombu import Queue
 
 from ..dispatch import lot_queue, own_queue
 from ..errors import RegistryError
-from ..models import Advert, Lot, Slot
-from ..naming import new_token, node_lot, node_of
-from ..registry import Registry
+from ..models import Advert, Demand, Lot, Reason, Refusal, Slot
+from ..naming import new_token, node_of
+from ..registry import Registry, Reservation
+from .consumer import CapacityTaskConsumer
+from .ledger import Ledger
 
 if TYPE_CHECKING:
     from ..outage import Outage
     from ..settings import Settings
+    from .heart import Heart
+    from .sweeper import Sweeper
 
 __all__ = ("WorkerAgent",)
 
@@ -30,26 +34,46 @@ T = TypeVar("T")
 
 
 class WorkerAgent:
-    """Who this worker is, what it serves, and its standing with the registry.
+    """Who this worker is, what it serves, what it holds, and its standing with the registry.
 
     It lives as long as the worker; connections and consumers come and go under it.
     """
 
     def __init__(
-        self, controller: Any, settings: Settings, registry: Registry, heart_registry: Registry, outage: Outage
+        self,
+        controller: Any,
+        settings: Settings,
+        registry: Registry,
+        open_registry: Callable[[], Registry],
+        outage: Outage,
     ) -> None:
         self.controller = controller
         self.app = controller.app
         self.settings = settings
+        #: Shared with the producers of this process; used from the worker's main loop.
         self.registry = registry
-        #: The heartbeat thread's own: a lock that it holds must never be copied into a forked pool process.
-        self.heart_registry = heart_registry
+        #: For threads: a lock that one of them holds must never be copied into a forked pool process.
+        self.open_registry = open_registry
         self.outage = outage
         self.name: str = controller.hostname
         self.node: str = settings.node or node_of(self.name)
+        self.ledger = Ledger()
+        self.counters: Counter[str] = Counter()
+        #: Celery's consumer; set by the consumer's bootstep.
+        self.consumer: Any = None
+        #: Called for every message that the task consumer receives; set by the consumer's bootstep.
+        self.accept: Callable[[Any], Any] | None = None
+        #: Wakes the main loop.  From any thread.
+        self.wake: Callable[[], None] = _nothing
+        #: Called, from any thread, to make the heartbeat's thread look at once.
+        self.announce: Callable[[], None] = _nothing
+        #: Registered, grown or admitted: the intake looks into every lot.
+        self.look_wanted = False
+        self.heart: Heart | None = None
+        self.sweeper: Sweeper | None = None
+        #: 0 until it is registered.
         self.epoch = 0
         self.epoch_lock = threading.RLock()
-        self.counters: Counter[str] = Counter()
         #: Own queue declared and consumed, on a living connection.
         self.consuming = False
         #: A newer registration of the same name is there: take no more work.
@@ -58,6 +82,8 @@ class WorkerAgent:
         self.stopping = False
         self.announced_capacity: int | None = None
         self._select_queues()
+
+    # -- what it serves --------------------------------------------------------------------------------
 
     def _select_queues(self) -> None:
         """Split what the worker consumes into managed queues (its lots) and the rest (left to Celery)."""
@@ -72,20 +98,35 @@ class WorkerAgent:
             self.settings.namespace, self.name, {"x-queue-type": "quorum"} if quorum else None
         )
 
-    def lots(self) -> tuple[Lot, ...]:
-        """The lots that this worker takes from: its queues' own, then those of its node."""
-        namespace = self.settings.namespace
-        queues = list(self.managed)
-        return tuple(Lot(q, q) for q in queues) + tuple(Lot(node_lot(namespace, q, self.node), q) for q in queues)
+    def serve(self, queue: Queue) -> None:
+        """Serve one more managed queue (remote control)."""
+        self.managed[queue.name] = queue
+        self.announced_capacity = None
+        self._register_anew()
 
-    def lot_queues(self) -> dict[str, Queue]:
-        """The broker queue of each lot, by name."""
-        namespace = self.settings.namespace
-        named = dict(self.managed)
-        for name, queue in self.managed.items():
-            lot = node_lot(namespace, name, self.node)
-            named[lot] = lot_queue(lot, queue)
-        return named
+    def unserve(self, queue: str) -> None:
+        """Serve a managed queue no longer (remote control)."""
+        self.managed.pop(queue, None)
+        self._register_anew()
+
+    def _register_anew(self) -> None:
+        # What a worker serves is part of its registration.
+        with self.epoch_lock:
+            self.epoch = 0
+        self.announce()
+
+    def lot_as_queue(self, lot: Lot) -> Queue:
+        """The broker's queue of a lot."""
+        queue = self.managed[lot.queue]
+        return queue if lot.name == lot.queue else lot_queue(lot.name, queue)
+
+    def task_consumer(self, channel: Any, accept: Any = None, **options: Any) -> CapacityTaskConsumer:
+        """The consumer of the own queue and of the queues that are left to Celery."""
+        if accept is None:
+            accept = self.app.conf.accept_content
+        return CapacityTaskConsumer(self, channel, accept=accept, **options)
+
+    # -- who it is -------------------------------------------------------------------------------------
 
     def capacity(self) -> int | None:
         """How many tasks can run at once; ``None`` while none can be taken.
@@ -93,8 +134,12 @@ class WorkerAgent:
         With an autoscaler it is the maximum, since the pool only grows when there is more to run than it has
         processes.
         """
-        if not self.consuming or self.replaced:
+        if not self.consuming or self.replaced or self.stopping:
             return None
+        return self.size()
+
+    def size(self) -> int | None:
+        """How many tasks the pool can run at once, whether or not more can be taken now."""
         autoscaler = getattr(self.controller, "autoscaler", None)
         if autoscaler is not None:
             return int(autoscaler.max_concurrency)
@@ -117,31 +162,82 @@ class WorkerAgent:
             pid=os.getpid(),
         )
 
+    @property
+    def may_take_work(self) -> bool:
+        """Nothing but slots stands between this worker and more work."""
+        return self.consuming and not self.replaced and not self.stopping and self.draining is None
+
+    # -- with the registry -----------------------------------------------------------------------------
+
     def call(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """A registry call of the worker's main thread, behind the circuit breaker."""
         return self.outage.call(function, *args, **kwargs)
 
-    def local_slot(self, queue: str, held: int) -> Slot | None:
-        """Without the registry: admit by the local count alone.  It is reconciled at the next heartbeat."""
-        capacity = self.capacity()
-        if capacity is None or held >= capacity:
-            return None
-        self.count("admitted_locally")
-        return Slot(new_token(self.name, self.epoch), self.name, self.epoch, queue, self.node, committed=True)
+    def claim(self, queue: str | None, task: str | None = None, task_id: str | None = None) -> Slot | Refusal:
+        """A committed slot of this worker for a message that it has; noted in the ledger.
 
-    def resize(self, registry: Registry) -> None:
-        """Tell the registry the capacity, if it is another than what it knows."""
+        Work that does not come from a managed queue is accounted to the worker's own queue.
+        """
+        name = queue if queue in self.managed else self.own_queue.name
+        demand = Demand(name, task_id=task_id, ttl_seconds=self.settings.reservation_seconds)
+        if self.epoch:
+            try:
+                answer = self.call(self.registry.reserve_worker, self.name, self.epoch, demand, commit=True)
+            except RegistryError:
+                pass
+            else:
+                if isinstance(answer, Reservation):
+                    slot = answer.transfer()
+                    self.ledger.claim(slot)
+                    return slot
+                if answer.reason not in (Reason.REPLACED, Reason.NO_WORKER, Reason.UNKNOWN_CAPACITY) or self.replaced:
+                    return answer
+                # Not registered as what it is now: a heartbeat is about to say so.
+                self.announce()
+        return self.local_slot(name) or Refusal(Reason.FULL)
+
+    def local_slot(self, queue: str) -> Slot | None:
+        """Without the registry: admit by the local count alone.  It is reconciled at the next heartbeat."""
+        size = self.size()
+        with self.ledger.lock:
+            if size is None or self.replaced or self.ledger.held >= size:
+                return None
+            slot = Slot(new_token(self.name, self.epoch), self.name, self.epoch, queue, self.node, committed=True)
+            self.ledger.claim(slot)
+        self.count("admitted_locally")
+        return slot
+
+    def free(self, slot: Slot) -> None:
+        """Give a slot back, with nothing else in the same step.  Without the registry a heartbeat will do it."""
+        try:
+            self.call(self.registry.release, slot.token, self.epoch)
+        except RegistryError as exc:
+            logger.info(
+                "slot %s will be given back by a heartbeat: %s",
+                slot.token,
+                exc,
+                extra={"action": "release_deferred", "token": slot.token, "worker": self.name},
+            )
+        finally:
+            self.ledger.unclaim(slot)
+
+    def resize(self, registry: Registry) -> bool:
+        """Tell the registry the capacity, if it is another than what it knows.  True if it has become more."""
         capacity = self.capacity()
         with self.epoch_lock:
-            if self.epoch and capacity != self.announced_capacity:
-                registry.resize(self.name, self.epoch, capacity)
-                logger.info(
-                    "worker %s offers %s slots",
-                    self.name,
-                    "no" if capacity is None else capacity,
-                    extra={"action": "resize", "worker": self.name, "capacity": capacity},
-                )
-                self.announced_capacity = capacity
+            before = self.announced_capacity
+            if not self.epoch or capacity == before:
+                return False
+            if not registry.resize(self.name, self.epoch, capacity):
+                return False
+            self.announced_capacity = capacity
+        logger.info(
+            "worker %s offers %s slots",
+            self.name,
+            "no" if capacity is None else capacity,
+            extra={"action": "resize", "worker": self.name, "capacity": capacity},
+        )
+        return (capacity or 0) > (before or 0)
 
     def withdraw(self) -> None:
         """Not eligible from now on.  Best effort: without the registry the lease does it."""
@@ -149,18 +245,24 @@ class WorkerAgent:
         try:
             self.call(self.resize, self.registry)
         except RegistryError as exc:
-            logger.warning("could not withdraw worker %s: %s", self.name, exc, extra={"action": "withdraw_failed"})
+            logger.warning(
+                "could not withdraw worker %s: %s", self.name, exc, extra={"action": "withdraw_failed"}
+            )
+
+    def look(self) -> None:
+        """There may be more to take.  From any thread."""
+        self.look_wanted = True
+        self.wake()
 
     def count(self, action: str, n: int = 1) -> None:
         """Count something that must never be silent."""
         self.counters[action] += n
 
-    @property
-    def may_take_work(self) -> bool:
-        """Nothing but slots stands between this worker and more work."""
-        return self.consuming and not self.replaced and not self.stopping and self.draining is None
-
     @staticmethod
     def now() -> float:
         """The worker's own monotonic clock, for its own intervals."""
         return time.monotonic()
+
+
+def _nothing() -> None:
+    """Until the part that does it is there."""

@@ -78,21 +78,28 @@ class Ledger:
         return self._entries.get(id(message))
 
     def finish(self, entry: Entry) -> Slot | None:
-        """Take the entry out; its slot is returned to the first caller, and ``None`` to all others."""
+        """Take the entry out; its slot is returned to the first caller, and ``None`` to all others.
+
+        The slot counts as held until :meth:`unclaim`, which belongs after its release: a heartbeat in between
+        would take it for a leak.
+        """
         with self.lock:
             if self._entries.get(id(entry.message)) is entry:
                 del self._entries[id(entry.message)]
             return self.detach(entry)
 
     def detach(self, entry: Entry) -> Slot | None:
-        """Take the slot from the entry, which stays."""
+        """Take the slot from the entry, which stays.  As for :meth:`finish`, it counts until :meth:`unclaim`."""
         with self.lock:
             slot, entry.slot = entry.slot, None
+            if slot is not None:
+                self._claims[slot.token] = slot
             return slot
 
     def attach(self, entry: Entry, slot: Slot) -> None:
         """Give the entry a slot."""
         with self.lock:
+            self._claims.pop(slot.token, None)
             entry.slot = slot
 
     def claim(self, slot: Slot) -> None:
@@ -101,7 +108,7 @@ class Ledger:
             self._claims[slot.token] = slot
 
     def unclaim(self, slot: Slot) -> None:
-        """The claim is given back."""
+        """The slot is given back."""
         with self.lock:
             self._claims.pop(slot.token, None)
 
@@ -123,7 +130,8 @@ class Ledger:
     @property
     def held(self) -> int:
         """How many slots are held."""
-        return len(self.slots())
+        with self.lock:
+            return len(self._claims) + sum(entry.slot is not None for entry in self._entries.values())
 
     @property
     def delayed(self) -> int:

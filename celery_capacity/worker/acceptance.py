@@ -1,0 +1,192 @@
+"""A message comes in: it gets a slot, or goes where there is one, and only then does Celery see it."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from celery.worker import state
+
+from ..dispatch import exchange_name, rkey
+from ..errors import RegistryError
+from ..models import CommitOutcome, Refusal, Slot
+from ..naming import HEADER
+from .ledger import Entry, Phase
+from .mover import Mail
+
+if TYPE_CHECKING:
+    from .agent import WorkerAgent
+    from .gate import Gatekeeper
+    from .intake import Intake
+
+__all__ = ("Acceptance",)
+
+logger = logging.getLogger(__name__)
+
+
+class Acceptance:
+    """From the broker to Celery's task handler.  Used by the worker's main loop."""
+
+    def __init__(self, agent: WorkerAgent, gatekeeper: Gatekeeper, intake: Intake) -> None:
+        self.agent = agent
+        self.gatekeeper = gatekeeper
+        self.intake = intake
+
+    def on_consumed(self, message: Any) -> None:
+        """A message that the task consumer received."""
+        agent = self.agent
+        info = message.delivery_info or {}
+        if info.get("routing_key") != agent.own_queue.name or info.get("exchange"):
+            # A queue that is left to Celery; it takes a slot when it is handed to the pool.
+            self.deliver(message, Mail.read(message), None, None)
+            return
+        mail = Mail.read(message)
+        slot = self._take_over(mail)
+        if slot is None and not agent.replaced:
+            answer = agent.claim(mail.queue, mail.task, mail.task_id)
+            slot = None if isinstance(answer, Refusal) else answer
+        if slot is None:
+            self.hand_away(message, mail)
+        else:
+            self.accept(message, mail, slot)
+
+    def accept(self, message: Any, mail: Mail, slot: Slot) -> None:
+        """Run a message here, in a slot that is this worker's; unless it does not know the task."""
+        if mail.task is not None and mail.task not in self.agent.app.tasks and slot.queue in self.agent.managed:
+            self._unknown(message, mail, slot)
+            return
+        self.deliver(message, mail, slot.queue if slot.queue in self.agent.managed else mail.queue, slot)
+
+    def deliver(self, message: Any, mail: Mail, queue: str | None, slot: Slot | None) -> None:
+        """Give the message to Celery, and see what has become of it."""
+        agent = self.agent
+        entry = agent.ledger.add(Entry(message, queue, mail.node, slot))
+        self._restore_origin(message, mail)
+        try:
+            self.gatekeeper.pass_on(message)
+        finally:
+            self._settle(entry)
+
+    def hand_away(self, message: Any, mail: Mail) -> None:
+        """There is no slot here: to another worker, or to the lot.
+
+        When the broker fails here, so has the worker's own connection, or will; the message is not
+        acknowledged, so it comes back.
+        """
+        agent = self.agent
+        queue = mail.queue or next(iter(agent.managed), None) or agent.app.conf.task_default_queue
+        agent.count("handed_away")
+        slot = self.gatekeeper.mover.move(message, mail, queue)
+        if slot is not None:
+            # A slot has come free here in the meantime.
+            taken = self._take_over(Mail(mail.task, mail.task_id, queue, mail.node, slot.token, slot.epoch, mail.origin))
+            if taken is None:
+                raise ReservationRace(f"slot {slot.token} was lost before it could be committed")
+            self.accept(message, mail, taken)
+
+    # -- inside ----------------------------------------------------------------------------------------
+
+    def _take_over(self, mail: Mail) -> Slot | None:
+        """Commit the reservation that the message carries; ``None`` if it is not to be had any more."""
+        agent = self.agent
+        if mail.token is None or agent.replaced:
+            return None
+        if agent.ledger.holds(mail.token):
+            # The broker delivers it again while it runs here (its acknowledgement was lost): a run of its own.
+            return None
+        slot = Slot(
+            mail.token,
+            agent.name,
+            agent.epoch,
+            mail.queue or agent.own_queue.name,
+            mail.node or "",
+            mail.task,
+            mail.task_id,
+            committed=True,
+        )
+        if not agent.epoch:
+            return None
+        # Noted first: a heartbeat must not take it for a leak.
+        agent.ledger.claim(slot)
+        try:
+            outcome = agent.call(agent.registry.commit, mail.token, agent.name, agent.epoch)
+        except RegistryError:
+            agent.ledger.unclaim(slot)
+            return None
+        if outcome in (CommitOutcome.COMMITTED, CommitOutcome.ALREADY):
+            self.intake.confirm(slot)
+            return slot
+        agent.ledger.unclaim(slot)
+        agent.count("reservation_lost")
+        logger.info(
+            "the reservation of task %s[%s] is gone (%s); asking for another slot",
+            mail.task,
+            mail.task_id,
+            outcome.value,
+            extra={"action": "reservation_lost", "task_id": mail.task_id, "token": mail.token, "outcome": outcome.value},
+        )
+        return None
+
+    def _restore_origin(self, message: Any, mail: Mail) -> None:
+        """Nothing that copies the request (retry, replace, chains) may see this worker's own queue, or a token."""
+        headers = message.headers
+        if isinstance(headers, dict) and HEADER in headers:
+            kept = {key: mail.origin[key] for key in ("node", "when_full") if mail.origin.get(key) is not None}
+            if kept:
+                headers[HEADER] = kept
+            else:
+                del headers[HEADER]
+        info = message.delivery_info
+        name = mail.queue
+        if name is None or not isinstance(info, dict):
+            return
+        exchange, routing_key = mail.origin.get("exchange"), mail.origin.get("routing_key")
+        if exchange is None or routing_key is None:
+            queue = self.agent.managed.get(name)
+            if queue is None:
+                exchange, routing_key = "", name
+            else:
+                exchange, routing_key = exchange_name(queue), rkey(queue, None)
+        info["exchange"], info["routing_key"] = exchange, routing_key
+
+    def _settle(self, entry: Entry) -> None:
+        """After Celery's handler: handed to the pool, held back (not due, rate limit), or already ended."""
+        if entry.phase in (Phase.HANDED, Phase.WAITING):
+            return
+        request = entry.request
+        if not entry.was_requested or request is None or entry.message.acknowledged:
+            # Revoked, expired, unknown, undecodable: refused at receipt.
+            self.gatekeeper.finish(entry)
+            return
+        entry.phase = Phase.DELAYED
+        if request in state.scheduled_requests and self.gatekeeper.is_due(request):
+            # The timer is about to bring it back; it would only have to ask for its slot again.
+            return
+        slot = self.agent.ledger.detach(entry)
+        if slot is not None:
+            self.gatekeeper.give_back(slot)
+
+    def _unknown(self, message: Any, mail: Mail, slot: Slot) -> None:
+        """The task is not registered here; Celery would discard it."""
+        agent = self.agent
+        agent.count("unknown_task")
+        logger.warning(
+            "task %s[%s] is not registered on %s; it goes to a worker that knows it, or waits",
+            mail.task,
+            mail.task_id,
+            agent.name,
+            extra={"action": "unknown_task", "task": mail.task, "task_id": mail.task_id, "worker": agent.name},
+        )
+        try:
+            own = self.gatekeeper.mover.move(message, mail, slot.queue, unknown=True)
+        finally:
+            if slot.lot is not None and slot.lot != slot.queue:
+                self.intake.leave_alone(slot.lot)
+            self.gatekeeper.give_back(slot)
+        if own is not None:
+            raise ReservationRace(f"{agent.name} was chosen for task {mail.task}, which it does not know")
+
+
+class ReservationRace(RuntimeError):
+    """A reservation that this process made a moment ago is gone; the message stays unacknowledged."""
+

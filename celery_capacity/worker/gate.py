@@ -1,0 +1,235 @@
+"""Between Celery and the pool: no task passes without a slot, and every end gives the slot back.
+
+Release is here, in the parent process, since a child that is lost or killed says nothing.  The three methods
+that the pool calls at the end of a job are looked up on the request when it is handed over (Celery builds a
+subclass of its request for speed, in which a mixin would not be called), so they are wrapped there.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from celery.worker import state
+
+from ..models import Refusal, Slot
+from .ledger import Entry, Phase
+from .mover import Mail
+
+if TYPE_CHECKING:
+    from .acceptance import Acceptance
+    from .agent import WorkerAgent
+    from .mover import Mover
+
+__all__ = ("Gatekeeper",)
+
+logger = logging.getLogger(__name__)
+
+#: A request whose time comes within this is as good as due.
+_DUE_SECONDS = 0.05
+_ENDS = ("on_success", "on_failure", "on_timeout")
+
+
+class Gatekeeper:
+    """Hands requests to the pool, one slot each.
+
+    :param forward: Celery's own ``on_task_request``.
+    :param give_back: takes a slot that has come free, from any thread.
+    """
+
+    def __init__(
+        self,
+        agent: WorkerAgent,
+        forward: Callable[[Any], Any],
+        give_back: Callable[[Slot], None],
+        mover: Mover,
+    ) -> None:
+        self.agent = agent
+        self.give_back = give_back
+        self.mover = mover
+        self.acceptance: Acceptance | None = None
+        self._forward = forward
+        #: Due, but without a slot, and from a queue that is not managed: they wait here, as they would in Celery.
+        self._waiting: deque[tuple[Entry, Any]] = deque()
+
+    # -- Celery's side ---------------------------------------------------------------------------------
+
+    def pass_on(self, message: Any) -> None:
+        """Celery's handler of task messages."""
+        handler = self.agent.consumer.task_consumer.handler
+        if handler is not None:
+            handler(message)
+
+    def on_received(self, request: Any) -> None:
+        """Celery has made a request of a message and not refused it."""
+        entry = self.agent.ledger.find(request.message)
+        if entry is not None:
+            entry.request = request
+
+    def on_request(self, request: Any) -> None:
+        """Stands for Celery's ``on_task_request``: the task is due."""
+        entry = self.agent.ledger.find(request.message)
+        if entry is None:
+            mail = Mail.read(request.message)
+            entry = self.agent.ledger.add(Entry(request.message, mail.queue, mail.node))
+        entry.request = request
+        if entry.slot is None and not self._admit(entry, request):
+            return
+        self._hand_over(entry, request)
+
+    def _admit(self, entry: Entry, request: Any) -> bool:
+        """A slot for a task that was held back, or that comes from a queue that is not managed."""
+        if request.revoked():
+            # Celery has announced it; the pool would only do it again.
+            self.finish(entry)
+            return False
+        answer = self.agent.claim(entry.queue, entry.message.headers.get("task"), request.id)
+        if not isinstance(answer, Refusal):
+            self.agent.ledger.attach(entry, answer)
+            return True
+        if entry.queue in self.agent.managed:
+            self._send_away(entry, request)
+        else:
+            entry.phase = Phase.WAITING
+            self._waiting.append((entry, request))
+        return False
+
+    def _send_away(self, entry: Entry, request: Any) -> None:
+        """Due, and no slot here: let somebody else have it."""
+        state.reserved_requests.discard(request)
+        state.requests.pop(request.id, None)
+        self.finish(entry)
+        if self.acceptance is not None:
+            self.acceptance.hand_away(entry.message, _mail_of(entry, request))
+
+    @property
+    def has_waiting(self) -> bool:
+        """Does a due task wait for a slot here?"""
+        return bool(self._waiting)
+
+    def serve_waiting(self) -> bool:
+        """Give free slots to those that wait for one.  True if somebody still waits."""
+        while self._waiting:
+            entry, request = self._waiting[0]
+            if request.revoked():
+                self._waiting.popleft()
+                self.finish(entry)
+                continue
+            answer = self.agent.claim(entry.queue, entry.message.headers.get("task"), request.id)
+            if isinstance(answer, Refusal):
+                return True
+            self._waiting.popleft()
+            self.agent.ledger.attach(entry, answer)
+            self._hand_over(entry, request)
+        return False
+
+    # -- the pool's side -------------------------------------------------------------------------------
+
+    def _hand_over(self, entry: Entry, request: Any) -> None:
+        entry.phase = Phase.HANDED
+        self._arm(entry, request)
+        try:
+            self._forward(request)
+        except BaseException:
+            self.finish(entry)
+            raise
+        if request not in state.reserved_requests:
+            # Refused at the last moment (revoked), or run to its end in this very call (solo).
+            self.finish(entry)
+
+    def _arm(self, entry: Entry, request: Any) -> None:
+        on_success, on_failure, on_timeout = (getattr(request, name) for name in _ENDS)
+
+        def ended_well(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return on_success(*args, **kwargs)
+            finally:
+                self._ended(entry, request)
+
+        def ended_badly(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return on_failure(*args, **kwargs)
+            finally:
+                self._ended(entry, request)
+
+        def timed_out(soft: bool, timeout: float) -> Any:
+            try:
+                return on_timeout(soft, timeout)
+            finally:
+                if not soft:
+                    self._ended(entry, request)
+
+        request.on_success, request.on_failure, request.on_timeout = ended_well, ended_badly, timed_out
+
+    def _ended(self, entry: Entry, request: Any) -> None:
+        # The closures and the request hold each other; let go, rather than leave it to the collector.
+        for name in _ENDS:
+            request.__dict__.pop(name, None)
+        self.finish(entry)
+
+    def finish(self, entry: Entry) -> None:
+        """The message has ended here, whatever the end.  Harmless twice; from any thread."""
+        slot = self.agent.ledger.finish(entry)
+        if slot is not None:
+            self.give_back(slot)
+
+    # -- what nobody thought of ------------------------------------------------------------------------
+
+    def sweep(self, grace_seconds: float) -> int:
+        """Give back the slots of requests that Celery no longer has; returns how many.  Counted and logged.
+
+        :param grace_seconds: entries younger than this are left alone; their hand-over may be under way.
+        """
+        now, found = time.monotonic(), 0
+        for entry in self.agent.ledger.entries():
+            if now - entry.since < grace_seconds or entry.phase is Phase.WAITING:
+                continue
+            request = entry.request
+            alive = request is not None and (
+                request in state.reserved_requests
+                or request in state.active_requests
+                or (entry.phase is Phase.DELAYED and not request.message.acknowledged)
+            )
+            if alive:
+                continue
+            found += 1
+            if entry.slot is not None:
+                self.agent.count("swept")
+                logger.error(
+                    "slot %s was held for a task that has ended unseen; given back",
+                    entry.slot.token,
+                    extra={"action": "swept", "token": entry.slot.token, "worker": self.agent.name},
+                )
+            self.finish(entry)
+        return found
+
+    def forget_unstarted(self) -> None:
+        """The broker's connection is gone: what has not begun will be delivered anew, here or elsewhere.
+
+        Celery has dropped it by now (``Consumer.on_close``).  Only a pool that cannot take back what it was given
+        runs that too.
+        """
+        self._waiting.clear()
+        flushes = bool(getattr(self.agent.controller.pool, "flush", None))
+        for entry in self.agent.ledger.entries():
+            request = entry.request
+            if entry.phase is Phase.HANDED and request is not None and (request in state.active_requests or not flushes):
+                continue
+            self.finish(entry)
+
+    @staticmethod
+    def is_due(request: Any) -> bool:
+        """Is the eta of a request in the past, or about to be?"""
+        eta = request.eta
+        return eta is not None and bool(eta.timestamp() <= time.time() + _DUE_SECONDS)
+
+
+def _mail_of(entry: Entry, request: Any) -> Mail:
+    """The outside of a message whose token is used up and whose origin has been restored."""
+    mail = Mail.read(entry.message)
+    info = entry.message.delivery_info or {}
+    origin = {**mail.origin, "exchange": info.get("exchange") or "", "routing_key": info.get("routing_key") or ""}
+    return Mail(mail.task, request.id, entry.queue, mail.node, None, 0, {**origin, "queue": entry.queue})

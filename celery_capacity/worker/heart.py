@@ -1,0 +1,204 @@
+"""The worker's sign of life, from an OS thread of its own.
+
+So that a solo worker inside a long task, or a main loop that is held for a while, does not lose its lease.  It
+never touches the broker.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ..errors import CapacityError, RegistryError
+from ..models import Pulse, Standing
+from ..outage import Outage
+from ..registry import Registry
+
+if TYPE_CHECKING:
+    from .agent import WorkerAgent
+
+__all__ = ("Heart",)
+
+logger = logging.getLogger(__name__)
+
+#: How soon a change of the capacity is told, at the latest.
+_TICK_SECONDS = 1.0
+
+
+class Heart(threading.Thread):
+    """Registers the worker, renews its lease, tells its capacity, and compares what it holds with the registry."""
+
+    def __init__(self, agent: WorkerAgent) -> None:
+        super().__init__(name=f"capacity-heart-{agent.name}", daemon=True)
+        self.agent = agent
+        self._registry: Registry | None = None
+        self._outage: Outage | None = None
+        self._wake = threading.Event()
+        self._ended = False
+        self._next_beat = 0.0
+        self._since = 0.0
+
+    def announce(self) -> None:
+        """Look at once.  From any thread."""
+        self._wake.set()
+
+    def end(self, timeout_seconds: float) -> None:
+        """Stop beating.  Harmless twice."""
+        self._ended = True
+        self._wake.set()
+        if self.is_alive() and threading.current_thread() is not self:
+            self.join(timeout_seconds)
+
+    def run(self) -> None:
+        """Until :meth:`end`."""
+        while not self._ended:
+            try:
+                self.look()
+            except RegistryError as exc:
+                logger.debug("heartbeat of %s: %s", self.agent.name, exc)
+            except Exception:
+                # Whatever it is, a worker without a heartbeat is worse.
+                logger.exception("heartbeat of %s failed", self.agent.name, extra={"action": "heartbeat_failed"})
+            self._wake.wait(min(_TICK_SECONDS, self.agent.settings.heartbeat_seconds))
+            self._wake.clear()
+        if self._registry is not None:
+            self._registry.close()
+
+    def look(self) -> None:
+        """One step: register if need be, tell a changed capacity, beat if it is time.
+
+        :raises RegistryError: it could not be done; it is tried again at the next look.
+        """
+        agent = self.agent
+        if agent.replaced:
+            return
+        if self._registry is None:
+            self._registry = agent.open_registry()
+            self._outage = Outage(self._registry.url, min(_TICK_SECONDS, agent.settings.heartbeat_seconds))
+        if not agent.epoch:
+            # Before it can take a task it says nothing at all.
+            if agent.capacity() is not None:
+                self._register()
+            return
+        if self._call(agent.resize, self._registry):
+            agent.look()
+        if agent.now() >= self._next_beat:
+            self._beat()
+
+    def _call(self, function, *args, **kwargs):  # type: ignore[no-untyped-def]
+        assert self._outage is not None
+        return self._outage.call(function, *args, **kwargs)
+
+    def _register(self) -> None:
+        agent, registry = self.agent, self._registry
+        assert registry is not None
+        with agent.epoch_lock:
+            advert = agent.advert()
+            holding = [replace(slot, worker=agent.name, committed=True) for slot in agent.ledger.slots()]
+            agent.epoch = self._call(registry.register, advert, holding)
+            agent.announced_capacity = advert.capacity
+        self._since = 0.0
+        self._next_beat = agent.now() + agent.settings.heartbeat_seconds
+        logger.info(
+            "worker %s registered: node %s, %s slots, queues %s",
+            agent.name,
+            agent.node,
+            advert.capacity,
+            ", ".join(agent.managed) or "none",
+            extra={"action": "registered", "worker": agent.name, "epoch": agent.epoch, "capacity": advert.capacity},
+        )
+        agent.draining = None
+        agent.look()
+
+    def _beat(self) -> None:
+        agent, registry = self.agent, self._registry
+        assert registry is not None
+        epoch = agent.epoch
+        holding = [slot.token for slot in agent.ledger.slots()]
+        pulse: Pulse = self._call(registry.heartbeat, agent.name, epoch, holding, self._since)
+        self._next_beat = agent.now() + agent.settings.heartbeat_seconds
+        if pulse.standing is Standing.GONE:
+            with agent.epoch_lock:
+                if agent.epoch == epoch:
+                    agent.epoch = 0
+            agent.count("lapsed")
+            logger.warning(
+                "the registry does not know worker %s any more; registering again",
+                agent.name,
+                extra={"action": "lapsed", "worker": agent.name},
+            )
+            self._wake.set()
+            return
+        if pulse.standing is Standing.REPLACED:
+            if agent.epoch == epoch:
+                self._replaced(pulse)
+            return
+        self._since = pulse.store_time
+        if pulse.healed:
+            agent.count("healed", len(pulse.healed))
+            logger.error(
+                "%d slots of %s were held in the registry and not here; given back: %s",
+                len(pulse.healed),
+                agent.name,
+                ", ".join(pulse.healed),
+                extra={"action": "healed", "worker": agent.name, "tokens": pulse.healed},
+            )
+        if pulse.missing:
+            self._restore(set(pulse.missing), epoch)
+        was, agent.draining = agent.draining, pulse.draining
+        if was is not None and pulse.draining is None:
+            agent.look()
+        if was is None and pulse.draining is not None:
+            logger.info(
+                "worker %s drains: %s", agent.name, pulse.draining, extra={"action": "drain", "worker": agent.name}
+            )
+
+    def _restore(self, missing: set[str], epoch: int) -> None:
+        agent, registry = self.agent, self._registry
+        assert registry is not None
+        # Held while the registry answers, so that no slot ends between the look and the answer.
+        with agent.ledger.lock:
+            slots = [replace(s, epoch=epoch, committed=True) for s in agent.ledger.slots() if s.token in missing]
+            restored = self._call(registry.restore, agent.name, epoch, slots) if slots else 0
+        if restored:
+            agent.count("restored", restored)
+            logger.warning(
+                "%d slots that %s holds were put back into the registry",
+                restored,
+                agent.name,
+                extra={"action": "restored", "worker": agent.name, "slots": restored},
+            )
+
+    def _replaced(self, pulse: Pulse) -> None:
+        agent = self.agent
+        agent.replaced = True
+        agent.count("replaced")
+        logger.critical(
+            "worker name %s is used twice: by this process (%s pid %d) and by a newer one (%s). This one takes no more"
+            " tasks; give one of them another name with -n",
+            agent.name,
+            socket.gethostname(),
+            os.getpid(),
+            pulse.by or "unknown",
+            extra={"action": "replaced", "worker": agent.name, "by": pulse.by},
+        )
+        agent.wake()
+
+
+def last_words(agent: WorkerAgent) -> None:
+    """Deregister.  Best effort: without the registry the lapse does it."""
+    if not agent.epoch:
+        return
+    try:
+        agent.call(agent.registry.deregister, agent.name, agent.epoch)
+    except CapacityError as exc:
+        logger.warning(
+            "could not deregister %s; it will lapse: %s",
+            agent.name,
+            exc,
+            extra={"action": "deregister_failed", "worker": agent.name},
+        )

@@ -1,0 +1,377 @@
+"""The worker's side of the lots: claim a slot first, then fetch one message.
+
+All of it runs in the worker's main loop, one step at a time; other threads only leave a slot and wake the loop.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from kombu.message import Message
+
+from ..errors import RegistryError
+from ..models import Claim, Lot, Refusal, Released, Slot
+from ..naming import node_lot, unknown_lot
+from .mover import Mail
+
+if TYPE_CHECKING:
+    from .acceptance import Acceptance
+    from .agent import WorkerAgent
+    from .gate import Gatekeeper
+
+__all__ = ("Intake",)
+
+logger = logging.getLogger(__name__)
+
+#: Steps of one turn of the loop; the rest comes in the next turn, so that acknowledgements and remote control
+#: are never kept waiting.
+_STEPS = 16
+#: For this long after the registry has confirmed a slot, the next message of the same lot may use it without
+#: asking again: the counts are the same (one slot, one queue, one worker), and a drain or a lowered limit is
+#: obeyed at most this much later.
+_REUSE_SECONDS = 0.1
+#: The first wait when a lot is marked but its message has not arrived yet; doubled up to the slow poll.
+_FIRST_WAIT_SECONDS = 0.01
+#: A lot of unknown tasks is left alone for this long after it gave one that this worker does not know either.
+_UNKNOWN_SECONDS = 15.0
+
+
+class Intake:
+    """Turns freed slots into messages.
+
+    :param call_soon: runs a function in the main loop, from the main loop.
+    """
+
+    def __init__(self, agent: WorkerAgent, call_soon: Callable[[Callable[[], None]], Any]) -> None:
+        self.agent = agent
+        self.gatekeeper: Gatekeeper | None = None
+        self.acceptance: Acceptance | None = None
+        self._call_soon = call_soon
+        self._freed: deque[Slot] = deque()
+        self._running = False
+        self._channel: Any = None
+        self._pumping = False
+        self._scheduled = False
+        #: When the registry last confirmed a slot of ours, by token.
+        self._confirmed: dict[str, float] = {}
+        #: Lots that had a message when we last looked.
+        self._hot: set[str] = set()
+        #: Lots beside the queues' own (pins, unknown tasks) that exist.
+        self._known: set[str] = set()
+        #: The next poll looks into those too, marked or not.
+        self._probe = True
+        self._left_alone: dict[str, float] = {}
+        self._turn = 0
+        self._poll_at = 0.0
+        self._wait = _FIRST_WAIT_SECONDS
+
+    # -- life ------------------------------------------------------------------------------------------
+
+    def start(self, channel: Any) -> None:
+        """Begin, or begin again on a new connection."""
+        self._channel = channel
+        self._running = True
+        self.probe()
+
+    def stop(self) -> None:
+        """Take nothing more; slots that come free are given back at once.  Harmless twice."""
+        self._running = False
+        while self._freed:
+            self._give_up(self._freed.popleft())
+
+    def close(self) -> None:
+        """Close the channel: what was fetched and not acknowledged goes back to its lot.  Harmless twice."""
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            try:
+                channel.close()
+            except Exception as exc:  # noqa: BLE001 - the connection is gone, and with it the channel
+                logger.debug("closing the intake's channel: %r", exc)
+
+    # -- what the main loop calls ----------------------------------------------------------------------
+
+    def give_back(self, slot: Slot) -> None:
+        """Take a slot that has come free.  From any thread; the caller wakes the loop if it is another one."""
+        if self._running:
+            self._freed.append(slot)
+            self.agent.wake()
+        else:
+            self._give_up(slot)
+
+    def schedule(self) -> None:
+        """Pump in the next turn of the loop.  From the main loop only; harmless twice."""
+        if not self._scheduled and self._running:
+            self._scheduled = True
+            self._call_soon(self._pump_scheduled)
+
+    def look_now(self) -> None:
+        """There may be more to take: look at all lots in the next turn."""
+        self._poll_at = 0.0
+        self.schedule()
+
+    def probe(self) -> None:
+        """As after a loss of the registry, when no mark can be relied on: the next poll looks into every lot."""
+        self._probe = True
+        self._poll_at = 0.0
+
+    def leave_alone(self, lot: str) -> None:
+        """Somebody else's: not looked at for a while."""
+        self._left_alone[lot] = time.monotonic() + _UNKNOWN_SECONDS
+
+    def tick(self) -> None:
+        """To be called often: pumps if there is something to do."""
+        if self._freed or time.monotonic() >= self._poll_at:
+            self.pump()
+
+    def pump(self) -> None:
+        """Give back what has come free, and take what there is.  Does nothing inside itself."""
+        if self._pumping or not self._running:
+            # A task that runs in this very thread (solo) ends inside the pump.
+            return
+        self._pumping = True
+        consumer = self.agent.consumer
+        try:
+            self._pump()
+        except (*consumer.connection_errors, *consumer.channel_errors):
+            # Celery's consumer connects again.
+            raise
+        except Exception:
+            # A worker that takes nothing is better off than one that has died; the heartbeat heals the slots.
+            self.agent.count("intake_failed")
+            logger.exception("the intake of %s failed", self.agent.name, extra={"action": "intake_failed"})
+        finally:
+            self._pumping = False
+
+    def _pump_scheduled(self) -> None:
+        self._scheduled = False
+        self.pump()
+
+    def _pump(self) -> None:
+        assert self.gatekeeper is not None
+        steps = _STEPS
+        while self._freed and steps:
+            steps -= 1
+            slot = self._freed.popleft()
+            if self.gatekeeper.has_waiting:
+                self._confirmed.pop(slot.token, None)
+                self.agent.free(slot)
+                self.gatekeeper.serve_waiting()
+            else:
+                self._turn_over(slot)
+        if time.monotonic() >= self._poll_at:
+            self._poll(steps or 1)
+        if self._freed:
+            self.schedule()
+
+    # -- a slot has come free --------------------------------------------------------------------------
+
+    def _turn_over(self, slot: Slot) -> None:
+        confirmed = self._confirmed.pop(slot.token, 0.0)
+        if not self._may_fetch():
+            self.agent.free(slot)
+            return
+        if slot.queue in self._hot and slot.queue in self.agent.managed and self._fresh(confirmed):
+            lot = Lot(slot.queue, slot.queue)
+            message = self._fetch(lot, slot)
+            if message is not None:
+                self._confirmed[slot.token] = confirmed
+                self._accept(message, slot)
+                return
+            self._hot.discard(lot.name)
+        self._use(self._release(slot, None, self._in_turn()))
+
+    def _fresh(self, confirmed: float) -> bool:
+        return time.monotonic() - confirmed < _REUSE_SECONDS and not self.agent.outage.active
+
+    def _release(self, slot: Slot, emptied: Slot | None, lots: tuple[Lot, ...], marked_only: bool | None = None) -> Slot | None:
+        """Give the slot back and, in the same step, claim for a parked task."""
+        agent = self.agent
+        if marked_only is None:
+            hot = tuple(lot for lot in lots if lot.name in self._hot)
+            # A lot that had a message a moment ago probably has another, announced or not.
+            marked_only, lots = not hot, (*hot, *(lot for lot in lots if lot.name not in self._hot))
+        then = Claim(agent.name, agent.epoch, lots, marked_only=marked_only) if lots else None
+        try:
+            released: Released = agent.call(agent.registry.release, slot.token, agent.epoch, then=then, emptied=emptied)
+        except RegistryError as exc:
+            logger.info(
+                "slot %s will be given back by a heartbeat: %s",
+                slot.token,
+                exc,
+                extra={"action": "release_deferred", "token": slot.token, "worker": agent.name},
+            )
+            return None
+        finally:
+            agent.ledger.unclaim(slot)
+        if emptied is not None and released.waiting:
+            # Somebody has parked, and the message is still on its way.
+            self._look_after(self._wait)
+            self._wait = min(self._wait * 2, agent.settings.poll_seconds)
+        return self._note(released.claim)
+
+    def _use(self, claim: Slot | None, rest: tuple[Lot, ...] = (), marked_only: bool | None = None) -> bool:
+        """Fetch one message with a claim; lots that turn out empty pass it on.  True if a message was found."""
+        while claim is not None:
+            lot = Lot(claim.lot or claim.queue, claim.queue)
+            message = self._fetch(lot, claim)
+            if message is not None:
+                self._hot.add(lot.name)
+                self._wait = _FIRST_WAIT_SECONDS
+                self._accept(message, claim)
+                return True
+            self._hot.discard(lot.name)
+            self._confirmed.pop(claim.token, None)
+            rest = tuple(other for other in (rest or self._in_turn()) if other.name != lot.name)
+            claim = self._release(claim, claim, rest, marked_only)
+        return False
+
+    def _note(self, claim: Slot | None) -> Slot | None:
+        if claim is not None:
+            self.agent.ledger.claim(claim)
+            self.confirm(claim)
+        return claim
+
+    def confirm(self, slot: Slot) -> None:
+        """The registry has just said that the slot is held by this worker."""
+        self._confirmed[slot.token] = time.monotonic()
+
+    # -- nobody has come free: look anyway -------------------------------------------------------------
+
+    def _poll(self, steps: int) -> None:
+        """Take what there is while there are free slots: marked lots, and what nobody announced."""
+        assert self.gatekeeper is not None
+        agent = self.agent
+        self._look_after(agent.settings.poll_seconds, earliest=False)
+        if self.gatekeeper.has_waiting and self.gatekeeper.serve_waiting():
+            return
+        while steps:
+            steps -= 1
+            if not self._may_fetch() or not self._poll_once():
+                return
+        self.look_now()
+
+    def _poll_once(self) -> bool:
+        agent = self.agent
+        size = agent.size()
+        if size is None or agent.ledger.held >= size:
+            return False
+        lots = self._in_turn()
+        if self._probe:
+            lots = tuple(lot for lot in lots if lot.name == lot.queue or self._exists(lot))
+            self._probe = False
+        else:
+            lots = tuple(lot for lot in lots if lot.name == lot.queue or lot.name in self._known)
+        if not lots:
+            return False
+        if not agent.epoch or agent.outage.active:
+            return self._poll_locally(lots)
+        try:
+            claim = agent.call(agent.registry.claim_parked, agent.name, agent.epoch, lots, marked_only=False)
+        except RegistryError:
+            return self._poll_locally(lots)
+        if isinstance(claim, Refusal):
+            return False
+        return self._use(self._note(claim), lots, marked_only=False)
+
+    def _poll_locally(self, lots: tuple[Lot, ...]) -> bool:
+        """Without the registry."""
+        for lot in lots:
+            slot = self.agent.local_slot(lot.queue)
+            if slot is None:
+                return False
+            message = self._fetch(lot, slot)
+            if message is not None:
+                self._accept(message, slot)
+                return True
+            self.agent.ledger.unclaim(slot)
+        return False
+
+    def _look_after(self, seconds: float, earliest: bool = True) -> None:
+        at = time.monotonic() + seconds
+        self._poll_at = min(at, self._poll_at) if earliest and self._poll_at else at
+
+    @property
+    def poll_in(self) -> float:
+        """Seconds until the next look is due."""
+        return max(0.0, self._poll_at - time.monotonic())
+
+    def _may_fetch(self) -> bool:
+        return (
+            self._running
+            and self.agent.may_take_work
+            and self.agent.ledger.delayed < self.agent.settings.eta_limit
+        )
+
+    def _in_turn(self) -> tuple[Lot, ...]:
+        """The lots, beginning with another queue each time.
+
+        Of each queue the pinned tasks come first, since they can run nowhere else.
+        """
+        agent, namespace = self.agent, self.agent.settings.namespace
+        queues = list(agent.managed)
+        if not queues:
+            return ()
+        self._turn = (self._turn + 1) % len(queues)
+        now = time.monotonic()
+        lots = []
+        for queue in queues[self._turn :] + queues[: self._turn]:
+            for name in (node_lot(namespace, queue, agent.node), queue, unknown_lot(namespace, queue)):
+                if now >= self._left_alone.get(name, 0.0):
+                    lots.append(Lot(name, queue))
+        return tuple(lots)
+
+    # -- the broker ------------------------------------------------------------------------------------
+
+    def _fetch(self, lot: Lot, slot: Slot) -> Any:
+        """One message of a lot, or ``None``.  If the connection fails, the slot is given back."""
+        consumer = self.agent.consumer
+        try:
+            if lot.name != lot.queue and not self._exists(lot):
+                return None
+            raw = self._channel.basic_get(lot.name, no_ack=False)
+        except consumer.channel_errors as exc:
+            # The queue was deleted under us.  The broker has closed the channel.
+            logger.warning("cannot fetch from %s: %s", lot.name, exc, extra={"action": "fetch_failed", "lot": lot.name})
+            self._known.discard(lot.name)
+            self._channel = consumer.connection.channel()
+            return None
+        except BaseException:
+            self._give_up(slot)
+            raise
+        if raw is None:
+            return None
+        return raw if isinstance(raw, Message) else self._channel.message_to_python(raw)
+
+    def _exists(self, lot: Lot) -> bool:
+        """Whether a lot that need not exist does.  Fetching from one that does not would close the channel."""
+        if lot.name in self._known:
+            return True
+        channel = self.agent.consumer.connection.channel()
+        try:
+            self.agent.lot_as_queue(lot)(channel).queue_declare(passive=True, nowait=False)
+        except self.agent.consumer.channel_errors:
+            # The broker has closed that channel.
+            return False
+        channel.close()
+        self._known.add(lot.name)
+        return True
+
+    def _accept(self, message: Any, slot: Slot) -> None:
+        assert self.acceptance is not None
+        consumer = self.agent.consumer
+        message.accept = consumer.task_consumer.accept
+        if message.errors:
+            try:
+                message._reraise_error(consumer.on_decode_error)
+            finally:
+                self.give_back(slot)
+            return
+        self.acceptance.accept(message, Mail.read(message), slot)
+
+    def _give_up(self, slot: Slot) -> None:
+        self._confirmed.pop(slot.token, None)
+        self.agent.free(slot)

@@ -1,0 +1,301 @@
+"""The bootsteps: one in the worker, for what outlives a broker connection, and one in its consumer."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket as sockets
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from celery import bootsteps, signals
+
+from ..errors import RegistryError
+from .acceptance import Acceptance
+from .agent import WorkerAgent
+from .gate import Gatekeeper
+from .heart import Heart, last_words
+from .intake import Intake
+from .mover import Mover
+from .sweeper import Sweeper, clean_up
+
+__all__ = ("Announce", "Gate")
+
+logger = logging.getLogger(__name__)
+
+#: Without an event loop, how long the consumer waits for the broker before it looks at freed slots again.
+_SLICE_SECONDS = 0.05
+_JOIN_SECONDS = 5.0
+#: How long a worker that stops waits for reservations that are still on their way to it.
+_FAREWELL_SECONDS = 2.0
+
+
+class Announce(bootsteps.StartStopStep):  # type: ignore[misc]
+    """Creates the worker's agent; its heartbeat and its sweeper begin when the pool is there."""
+
+    requires = ("celery.worker.components:Pool",)
+
+    def __init__(self, worker: Any, **kwargs: Any) -> None:
+        super().__init__(worker, **kwargs)
+        self.agent: WorkerAgent = worker.app.capacity.employ(worker)
+        worker.capacity_agent = self.agent
+
+    def start(self, worker: Any) -> None:
+        """Once; it outlives the broker's connections."""
+        agent = self.agent
+        agent.heart = Heart(agent)
+        agent.announce = agent.heart.announce
+        agent.sweeper = Sweeper(agent)
+        agent.heart.start()
+        agent.sweeper.start()
+
+    def info(self, worker: Any) -> dict[str, Any]:
+        agent = self.agent
+        return {
+            "capacity": {
+                "node": agent.node,
+                "epoch": agent.epoch,
+                "slots": agent.announced_capacity,
+                "held": agent.ledger.held,
+                "delayed": agent.ledger.delayed,
+                "draining": agent.draining,
+                "counters": dict(agent.counters),
+            }
+        }
+
+    # stop() is empty on purpose: Celery stops this step before the tasks have ended.  See Gate.shutdown.
+
+
+class Gate(bootsteps.StartStopStep):  # type: ignore[misc]
+    """Puts acceptance, gatekeeper and intake around Celery's consumer, for each connection anew."""
+
+    requires = ("celery.worker.consumer.tasks:Tasks",)
+
+    def __init__(self, consumer: Any, **kwargs: Any) -> None:
+        super().__init__(consumer, **kwargs)
+        agent: WorkerAgent = consumer.controller.capacity_agent
+        self.agent = agent
+        agent.consumer = consumer
+        self._wakeup: _Wakeup | None = None
+        self._main_thread = threading.get_ident()
+        self.mover = Mover(agent, agent.registry)
+        self.intake = Intake(agent, consumer.call_soon)
+        self.gatekeeper = Gatekeeper(agent, consumer.on_task_request, self.intake.give_back, self.mover)
+        self.acceptance = Acceptance(agent, self.gatekeeper, self.intake)
+        self.intake.gatekeeper = self.gatekeeper
+        self.intake.acceptance = self.acceptance
+        self.gatekeeper.acceptance = self.acceptance
+        agent.accept = self.acceptance.on_consumed
+        agent.wake = self._wake
+        # Before Celery builds its strategies, which keep what they find here.
+        consumer.on_task_request = self.gatekeeper.on_request
+        signals.task_received.connect(self._on_received, sender=consumer, weak=True)
+        if consumer.hub is None:
+            consumer.loop = _sliced(consumer.loop, self._tick)
+
+    def _on_received(self, request: Any = None, **kwargs: Any) -> None:
+        self.gatekeeper.on_received(request)
+
+    def start(self, consumer: Any) -> None:
+        agent = self.agent
+        self._main_thread = threading.get_ident()
+        sweeper = agent.sweeper
+        if sweeper is not None:
+            sweeper.gatekeeper = self.gatekeeper
+        agent.stopping = False
+        self.intake.start(consumer.connection.channel())
+
+    def register_with_event_loop(self, consumer: Any, hub: Any) -> None:
+        """Called by Celery each time its event loop begins."""
+        self._close_wakeup()
+        self._wakeup = _Wakeup()
+        hub.add_reader(self._wakeup.reader, self._woken)
+        # Scheduled anew each time, since the time of the next look changes.
+        hub.call_later(0.0, self._poll, hub, self._wakeup)
+
+    def _poll(self, hub: Any, wakeup: _Wakeup) -> None:
+        if wakeup is not self._wakeup:
+            return  # of a connection that is gone
+        self._check_standing()
+        if self.intake.poll_in <= 0:
+            self.intake.schedule()
+        hub.call_later(min(max(self.intake.poll_in, 0.005), 0.25), self._poll, hub, wakeup)
+
+    def _tick(self) -> None:
+        self._check_standing()
+        self.intake.tick()
+
+    def _woken(self) -> None:
+        if self._wakeup is not None:
+            self._wakeup.clear()
+        self._check_standing()
+        self.intake.schedule()
+
+    def _wake(self) -> None:
+        """From any thread: there may be something to do."""
+        if threading.get_ident() == self._main_thread:
+            self.intake.schedule()
+        elif self._wakeup is not None:
+            self._wakeup.set()
+
+    def _check_standing(self) -> None:
+        """What the heartbeat's thread has found out, done in the main loop."""
+        agent = self.agent
+        if agent.look_wanted:
+            agent.look_wanted = False
+            self.intake.probe()
+        if agent.replaced and agent.consuming:
+            agent.consuming = False
+            consumer = agent.consumer.task_consumer
+            if consumer is not None:
+                consumer.cancel_by_queue(agent.own_queue.name)
+
+    def stop(self, consumer: Any) -> None:
+        """The connection is lost, or the worker stops: take nothing more."""
+        agent = self.agent
+        ending = consumer.blueprint.state != bootsteps.RUN
+        agent.stopping = ending
+        agent.withdraw()
+        self.intake.stop()
+        self._close_wakeup()
+        self.gatekeeper.forget_unstarted()
+        if ending:
+            if consumer.task_consumer is not None:
+                _quietly(consumer.task_consumer.cancel)
+            self._hand_back()
+        else:
+            self.intake.close()
+
+    terminate = stop
+
+    def shutdown(self, consumer: Any) -> None:
+        """The pool is empty and the worker ends."""
+        agent = self.agent
+        agent.stopping = True
+        signals.task_received.disconnect(self._on_received, sender=consumer)
+        self.intake.stop()
+        self.intake.close()
+        # What was received and never begun goes back to its queue.
+        if consumer.task_consumer is not None:
+            _quietly(consumer.task_consumer.close)
+        if agent.sweeper is not None:
+            agent.sweeper.end(_JOIN_SECONDS)
+        if agent.heart is not None:
+            agent.heart.end(_JOIN_SECONDS)
+        self._hand_back()
+        last_words(agent)
+        self._farewell()
+        self.mover.close()
+        agent.app.capacity.dismiss(agent)
+
+    def _hand_back(self) -> None:
+        """Send what is in the own queue to where it can run."""
+        agent = self.agent
+        fallback = next(iter(agent.managed), None) or agent.app.conf.task_default_queue
+        try:
+            self.mover.drain(agent.own_queue.name, fallback)
+        except Exception as exc:  # noqa: BLE001 - another worker's sweeper does it then
+            self.mover.close()
+            logger.warning(
+                "could not hand back what is in %s: %r", agent.own_queue.name, exc, extra={"action": "hand_back_failed"}
+            )
+
+    def _farewell(self) -> None:
+        """What was on its way while the worker left.  The rest is for the sweepers of the others."""
+        agent = self.agent
+        fallback = next(iter(agent.managed), None)
+        until = time.monotonic() + _FAREWELL_SECONDS
+        try:
+            while True:
+                mine = [w for w in agent.call(agent.registry.expire, agent.name) if w.name == agent.name]
+                if not mine or clean_up(self.mover, mine[0], fallback) or time.monotonic() > until:
+                    return
+                time.sleep(_SLICE_SECONDS)
+        except RegistryError as exc:
+            logger.debug("farewell of %s: %s", agent.name, exc)
+        except Exception as exc:  # noqa: BLE001 - as above
+            logger.warning("farewell of %s: %r", agent.name, exc, extra={"action": "hand_back_failed"})
+
+    def _close_wakeup(self) -> None:
+        wakeup, self._wakeup = self._wakeup, None
+        if wakeup is not None:
+            hub = self.agent.consumer.hub
+            if hub is not None:
+                hub.remove(wakeup.reader)
+            wakeup.close()
+
+
+class _Wakeup:
+    """Wakes an event loop from another thread."""
+
+    def __init__(self) -> None:
+        self.reader, self.writer = os.pipe()
+        os.set_blocking(self.reader, False)
+        os.set_blocking(self.writer, False)
+        self._lock = threading.Lock()
+
+    def set(self) -> None:
+        with self._lock:
+            if self.writer < 0:
+                return
+            try:
+                os.write(self.writer, b"x")
+            except BlockingIOError:
+                pass  # full: it will wake up anyway
+
+    def clear(self) -> None:
+        try:
+            while os.read(self.reader, 4096):
+                pass
+        except BlockingIOError:
+            pass
+
+    def close(self) -> None:
+        with self._lock:
+            os.close(self.reader)
+            os.close(self.writer)
+            self.reader = self.writer = -1
+
+
+def _sliced(loop: Callable[..., Any], tick: Callable[[], None]) -> Callable[..., Any]:
+    """Celery's blocking loop, on a connection whose ``drain_events`` lets us look up in between."""
+
+    def run(consumer: Any, connection: Any, *args: Any, **kwargs: Any) -> Any:
+        def running() -> bool:
+            return bool(consumer.blueprint.state == bootsteps.RUN)
+
+        return loop(consumer, _SlicedConnection(connection, tick, running), *args, **kwargs)
+
+    return run
+
+
+class _SlicedConnection:
+    """A connection that waits for events in slices, with a tick before each."""
+
+    def __init__(self, connection: Any, tick: Callable[[], None], running: Callable[[], bool]) -> None:
+        self._connection = connection
+        self._tick = tick
+        self._running = running
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._connection, name)
+
+    def drain_events(self, timeout: float | None = None, **kwargs: Any) -> Any:
+        until = None if timeout is None else time.monotonic() + timeout
+        while True:
+            self._tick()
+            try:
+                return self._connection.drain_events(timeout=_SLICE_SECONDS, **kwargs)
+            except sockets.timeout:
+                if not self._running() or (until is not None and time.monotonic() >= until):
+                    raise
+
+
+def _quietly(function: Callable[[], Any]) -> None:
+    """At the end, when the connection may be gone: Celery does the same."""
+    try:
+        function()
+    except Exception as exc:  # noqa: BLE001
+        logger.debug("while stopping: %r", exc)

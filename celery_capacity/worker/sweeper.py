@@ -1,0 +1,110 @@
+"""Cleans up after workers that are gone, whoever they were; one sweeper at a time for each of them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import TYPE_CHECKING, Any
+
+from kombu import Exchange, Queue
+
+from ..errors import RegistryError
+from ..models import LapsedWorker
+from ..naming import own_queue_name
+from .mover import Mover
+
+if TYPE_CHECKING:
+    from .agent import WorkerAgent
+    from .gate import Gatekeeper
+
+__all__ = ("Sweeper", "clean_up")
+
+logger = logging.getLogger(__name__)
+
+
+class Sweeper(threading.Thread):
+    """Every ``sweep_seconds``: this worker's own ledger, then the workers that have lapsed."""
+
+    def __init__(self, agent: WorkerAgent) -> None:
+        super().__init__(name=f"capacity-sweeper-{agent.name}", daemon=True)
+        self.agent = agent
+        self.gatekeeper: Gatekeeper | None = None
+        self._ended = threading.Event()
+
+    def end(self, timeout_seconds: float) -> None:
+        """Stop.  Harmless twice."""
+        self._ended.set()
+        if self.is_alive():
+            self.join(timeout_seconds)
+
+    def run(self) -> None:
+        """Until :meth:`end`."""
+        registry = self.agent.open_registry()
+        mover = Mover(self.agent, registry)
+        wait = min(1.0, self.agent.settings.sweep_seconds)
+        try:
+            while not self._ended.wait(wait):
+                wait = self.agent.settings.sweep_seconds
+                try:
+                    self.sweep(mover)
+                except RegistryError as exc:
+                    logger.debug("sweep of %s: %s", self.agent.name, exc)
+                except Exception as exc:
+                    # The broker may be away; what is left is seen to at the next sweep, here or elsewhere.
+                    logger.warning(
+                        "sweep of %s: %r", self.agent.name, exc, exc_info=True, extra={"action": "sweep_failed"}
+                    )
+                    mover.close()
+        finally:
+            mover.close()
+            registry.close()
+
+    def sweep(self, mover: Mover) -> None:
+        """One pass."""
+        agent = self.agent
+        if self.gatekeeper is not None and agent.consuming:
+            self.gatekeeper.sweep(agent.settings.sweep_seconds)
+        if not agent.may_take_work:
+            return
+        for gone in mover.registry.expire(agent.name, max(30.0, 2 * agent.settings.sweep_seconds)):
+            if not self._ended.is_set():
+                clean_up(mover, gone, next(iter(agent.managed), None))
+
+
+def clean_up(mover: Mover, gone: LapsedWorker, fallback: str | None) -> bool:
+    """Move what is in the own queue of a worker that is gone; delete the queue when nothing can come any more.
+
+    :param fallback: the managed queue of messages that do not say which one is theirs.
+    :returns: whether it is finished with.
+    """
+    agent = mover.agent
+    name = own_queue_name(agent.settings.namespace, gone.name)
+    moved = 0
+    if _size(mover, name) is not None:
+        moved = mover.drain(name, fallback or agent.app.conf.task_default_queue)
+    if moved:
+        logger.warning(
+            "%d tasks of worker %s, which is gone, were moved",
+            moved,
+            gone.name,
+            extra={"action": "rehomed", "worker": gone.name, "tasks": moved},
+        )
+    if not gone.settled or moved:
+        return False
+    if _size(mover, name) == 0:
+        with mover.connection().channel() as channel:
+            channel.queue_delete(name)
+    return mover.registry.forget(gone.name, gone.epoch)
+
+
+def _size(mover: Mover, name: str) -> int | None:
+    """How many messages are in the queue; ``None`` if there is no such queue."""
+    connection: Any = mover.connection()
+    channel = connection.channel()
+    try:
+        size = Queue(name, Exchange(""), channel=channel).queue_declare(passive=True, nowait=False)
+    except connection.channel_errors:
+        return None
+    answer = channel.queue_declare(queue=name, passive=True).message_count if size else 0
+    channel.close()
+    return int(answer)
