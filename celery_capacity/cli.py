@@ -17,14 +17,12 @@ from click_didyoumean import DYMGroup
 
 from . import tables, views
 from .errors import ConfigurationError, RegistryError
+from .install import Runtime
 from .models import Overview, WorkerState, WorkerView
-from .registry import Registry, mask_url, open_registry
+from .registry import Registry, mask_url
 from .settings import Settings
 
 __all__ = ("capacity",)
-
-#: Schemes, up to a ``+``, of the stores that take ``timeout_seconds``.
-_TIMED_STORES = ("sqlite", "redis", "rediss", "valkey", "valkeys", "unix")
 
 
 class _NoSuchWorker(click.ClickException):
@@ -138,30 +136,20 @@ def admit(ctx: click.Context, worker: str) -> None:
 def _registry(ctx: click.Context) -> Iterator[tuple[Registry, Settings]]:
     """The registry of the app's settings.  What goes wrong inside ends the command with one message."""
     try:
-        settings = Settings.from_app(ctx.obj.app)
-        registry = open_registry(settings.registry, settings.namespace, **_options(settings))
+        # Whether the app has the plugin installed makes no difference: the settings are all that is needed.
+        runtime = Runtime(ctx.obj.app)
+        settings = runtime.settings
+    except ConfigurationError as exc:
+        raise _WrongSettings(str(exc)) from exc
+    if settings.registry.lower().startswith("memory:"):
+        click.echo("memory:// has only what this process put there; no worker is seen through it", err=True)
+    try:
+        with runtime.open_registry() as registry:
+            yield registry, settings
     except ConfigurationError as exc:
         raise _WrongSettings(str(exc)) from exc
     except RegistryError as exc:
         raise _unavailable(exc, settings.registry) from exc
-    if _scheme(settings.registry) == "memory":
-        click.echo("memory:// has only what this process put there; no worker is seen through it", err=True)
-    try:
-        with registry:
-            yield registry, settings
-    except RegistryError as exc:
-        raise _unavailable(exc, settings.registry) from exc
-
-
-def _options(settings: Settings) -> dict[str, Any]:
-    # A store of another package says itself what it takes, so it is given nothing.
-    if _scheme(settings.registry) in _TIMED_STORES:
-        return {"timeout_seconds": settings.registry_timeout_seconds}
-    return {}
-
-
-def _scheme(url: str) -> str:
-    return url.partition("://")[0].partition("+")[0].lower()
 
 
 def _unavailable(exc: RegistryError, url: str) -> _Unavailable:

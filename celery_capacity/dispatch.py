@@ -167,6 +167,9 @@ class Dispatcher:
         )
         try:
             claim = self._outage.call(self._registry().select_and_reserve, demand)
+            if isinstance(claim, Refusal) and policy == "refuse":
+                # In here, since the registry may go away before it has said why.
+                self._refuse(demand, claim)
         except RegistryError:
             if self.settings.on_registry_error == "raise":
                 raise
@@ -174,10 +177,8 @@ class Dispatcher:
             return self._park(sender, producer, name, message, target, lot, kept, clean, publish_plain, options)
         if isinstance(claim, Refusal):
             if not claim.served:
-                self._nobody_serves(demand, policy)
+                self._nobody_serves(demand)
                 return publish_plain()
-            if policy == "refuse":
-                raise self._exhausted(demand, claim)
             return self._park(sender, producer, name, message, target, lot, kept, clean, publish_plain, options)
         with claim:
             origin = {"queue": target.name, "exchange": exchange_name(target), "routing_key": rkey(target, routing_key)}
@@ -293,19 +294,17 @@ class Dispatcher:
 
     # -- when nobody can take it -----------------------------------------------------------------------
 
-    def _nobody_serves(self, demand: Demand, policy: str) -> None:
-        """No capacity worker serves the queue: exactly plain Celery, unless there is a fleet that refuses."""
-        if policy == "refuse":
-            census = self._outage.call(self._registry().census, demand.queue, demand.task, demand.node)
-            if self._outage.call(self._registry().overview).workers:
-                raise CapacityExhausted(
-                    demand.queue,
-                    demand.task,
-                    f"no worker for queue {demand.queue!r}",
-                    census,
-                    RETRY_AFTER_SECONDS,
-                )
-            return
+    def _refuse(self, demand: Demand, refusal: Refusal) -> None:
+        """Raise, unless there is no capacity worker at all: then it is exactly plain Celery."""
+        reason = refusal.reason.value
+        if not refusal.served:
+            if not self._outage.call(self._registry().overview).workers:
+                return
+            reason = f"no worker for queue {demand.queue!r}"
+        census = self._outage.call(self._registry().census, demand.queue, demand.task, demand.node)
+        raise CapacityExhausted(demand.queue, demand.task, reason, census, RETRY_AFTER_SECONDS)
+
+    def _nobody_serves(self, demand: Demand) -> None:
         now = time.monotonic()
         if now >= self._unserved_warned.get(demand.queue, now):
             self._unserved_warned[demand.queue] = now + UNSERVED_WARNING_SECONDS
@@ -314,10 +313,6 @@ class Dispatcher:
                 demand.queue,
                 extra={"action": "unserved", "queue": demand.queue},
             )
-
-    def _exhausted(self, demand: Demand, refusal: Refusal) -> CapacityExhausted:
-        census = self._outage.call(self._registry().census, demand.queue, demand.task, demand.node)
-        return CapacityExhausted(demand.queue, demand.task, refusal.reason.value, census, RETRY_AFTER_SECONDS)
 
 
 def exchange_name(queue: Queue) -> str:

@@ -16,6 +16,7 @@ from support.command_line import advert, reserve, state_of
 from support.waiting import wait_until
 
 from celery_capacity.errors import RegistryError, RegistryUnavailable
+from celery_capacity.install import Runtime
 from celery_capacity.models import Demand, WorkerState
 from celery_capacity.registry import Registry, Reservation
 from celery_capacity.registry.sqlite import SQLiteRegistry
@@ -100,7 +101,8 @@ def test_message_of_a_driver_does_not_show_the_password(run, monkeypatch):
         assert options == {"timeout_seconds": 0.5}
         raise RegistryError(f"{url} said no")
 
-    monkeypatch.setattr("celery_capacity.cli.open_registry", fail)
+    # By its module: celery_capacity.install itself is the function.
+    monkeypatch.setattr(sys.modules[Runtime.__module__], "open_registry", fail)
     result = run("status", capacity_registry=secret, capacity_registry_timeout_seconds=0.5)
     assert (result.exit_code, result.stderr) == (69, "Error: rediss://user:**@db:6380/1 said no\n")
 

@@ -104,3 +104,22 @@ def test_on_registry_error_raise(make, caplog):
     assert [record.action for record in caplog.records] == ["registry_away"]
     fx.t.apply_async(countdown=60)
     assert fx.one().queue == "q", "what needs no slot is not held up"
+
+
+@pytest.mark.parametrize(("operation", "workers"), [("census", 1), ("overview", 0)])
+def test_registry_that_goes_away_before_it_has_said_why_it_refused(make, monkeypatch, operation, workers):
+    def away(*args: Any) -> None:
+        raise RegistryUnavailable("no route to host")
+
+    for policy, conf in (("park", {}), ("raise", {"capacity_on_registry_error": "raise"})):
+        fx = make(capacity_when_full="refuse", **conf)
+        for _ in range(workers):
+            fx.worker("w1@n", 0)
+        monkeypatch.setattr(fx.registry, operation, away)
+        if policy == "park":
+            fx.t.delay()
+            assert fx.one().queue == "q"
+        else:
+            with pytest.raises(RegistryUnavailable):
+                fx.t.delay()
+            assert fx.taken() == []
