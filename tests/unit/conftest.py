@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,8 @@ def run(url: str) -> Run:
         app = Celery("proj", broker="memory://", set_as_current=False)
         app.conf.update({"capacity_registry": url, **conf})
         context = CLIContext(app, no_color=True, workdir=None)
-        return CliRunner().invoke(capacity, list(arguments), obj=context, catch_exceptions=False)
+        # Before 8.2, click mixes the two streams unless it is told not to.
+        separate = {"mix_stderr": False} if "mix_stderr" in signature(CliRunner).parameters else {}
+        return CliRunner(**separate).invoke(capacity, list(arguments), obj=context, catch_exceptions=False)
 
     return call

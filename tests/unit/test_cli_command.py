@@ -194,6 +194,15 @@ def test_celery_finds_the_command(registry, command):
     assert (worker["name"], worker["capacity"], worker["held"]) == ("w@n", 4, 1)
 
 
+def test_app_with_the_plugin_installed(registry, command, tmp_path):
+    with (tmp_path / "proj.py").open("a") as module:
+        module.write("import celery_capacity\ncelery_capacity.install(app)\n")
+    registry.register(advert("w@n"))
+    done = command("drain", "w@n", "--reason", "deploy")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert registry.overview().workers[0].detail == "deploy"
+
+
 def test_celery_passes_the_exit_status_on(registry, command):
     registry.register(advert("w@n"))
     done = command("drain", "nobody@n")
