@@ -40,6 +40,14 @@ def test_retry_keeps_the_node_but_never_the_token(fx):
     assert fx.held() == 2
 
 
+def test_retry_may_choose_another_node(fx):
+    fx.worker("w1@north", 1)
+    fx.worker("w2@south", 2)
+    fx.t.apply_async(node="south")
+    again = retried(fx, fx.one(), countdown=0, node="north")
+    assert (again.queue, again.mark["node"]) == (own("w1@north"), "north")
+
+
 def test_retry_that_does_not_fit_is_parked_without_the_old_token(fx):
     fx.worker("w1@north", 1)
     fx.t.delay()
