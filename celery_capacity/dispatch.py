@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .outage import Outage
     from .settings import Settings
 
-__all__ = ("CapacityAMQPMixin", "CapacityAMQP", "Dispatcher", "lot_queue", "own_queue")
+__all__ = ("CapacityAMQP", "CapacityAMQPMixin", "Dispatcher", "lot_queue", "own_queue")
 
 logger = logging.getLogger(__name__)
 
@@ -111,9 +111,7 @@ class CapacityAMQP(CapacityAMQPMixin, AMQP):  # type: ignore[misc]
 class Dispatcher:
     """Sends a task message: to the worker whose slot was claimed, to a lot, or as Celery would."""
 
-    def __init__(
-        self, app: Any, settings: Settings, registry: Callable[[], Registry], outage: Outage
-    ) -> None:
+    def __init__(self, app: Any, settings: Settings, registry: Callable[[], Registry], outage: Outage) -> None:
         self.app = app
         self.settings = settings
         self._registry = registry
@@ -180,6 +178,9 @@ class Dispatcher:
         )
         try:
             claim = self._outage.call(self._registry().select_and_reserve, demand)
+            if isinstance(claim, Refusal) and policy == "refuse":
+                # In here, since the registry may go away before it has said why.
+                self._refuse(demand, claim)
         except RegistryError:
             if self.settings.on_registry_error == "raise":
                 raise
@@ -187,10 +188,8 @@ class Dispatcher:
             return self._park(sender, producer, name, message, target, lot, kept, clean, publish_plain, options)
         if isinstance(claim, Refusal):
             if not claim.served:
-                self._nobody_serves(demand, policy)
+                self._nobody_serves(demand)
                 return publish_plain()
-            if policy == "refuse":
-                raise self._exhausted(demand, claim)
             self._note_refused(kind)
             return self._park(sender, producer, name, message, target, lot, kept, clean, publish_plain, options)
         with claim:
@@ -230,9 +229,7 @@ class Dispatcher:
     def _only_reader(self, queue: Queue) -> bool:
         exchange = exchange_name(queue)
         queues = self.app.amqp.queues
-        return not any(
-            other.name != queue.name and exchange_name(other) == exchange for other in dict.values(queues)
-        )
+        return not any(other.name != queue.name and exchange_name(other) == exchange for other in dict.values(queues))
 
     # -- what with -------------------------------------------------------------------------------------
 
@@ -314,19 +311,17 @@ class Dispatcher:
 
     # -- when nobody can take it -----------------------------------------------------------------------
 
-    def _nobody_serves(self, demand: Demand, policy: str) -> None:
-        """No capacity worker serves the queue: exactly plain Celery, unless there is a fleet that refuses."""
-        if policy == "refuse":
-            census = self._outage.call(self._registry().census, demand.queue, demand.task, demand.node)
-            if self._outage.call(self._registry().overview).workers:
-                raise CapacityExhausted(
-                    demand.queue,
-                    demand.task,
-                    f"no worker for queue {demand.queue!r}",
-                    census,
-                    RETRY_AFTER_SECONDS,
-                )
-            return
+    def _refuse(self, demand: Demand, refusal: Refusal) -> None:
+        """Raise, unless there is no capacity worker at all: then it is exactly plain Celery."""
+        reason = refusal.reason.value
+        if not refusal.served:
+            if not self._outage.call(self._registry().overview).workers:
+                return
+            reason = f"no worker for queue {demand.queue!r}"
+        census = self._outage.call(self._registry().census, demand.queue, demand.task, demand.node)
+        raise CapacityExhausted(demand.queue, demand.task, reason, census, RETRY_AFTER_SECONDS)
+
+    def _nobody_serves(self, demand: Demand) -> None:
         now = time.monotonic()
         if now >= self._unserved_warned.get(demand.queue, now):
             self._unserved_warned[demand.queue] = now + UNSERVED_WARNING_SECONDS
@@ -335,12 +330,6 @@ class Dispatcher:
                 demand.queue,
                 extra={"action": "unserved", "queue": demand.queue},
             )
-
-    def _exhausted(self, demand: Demand, refusal: Refusal) -> CapacityExhausted:
-        census = self._outage.call(self._registry().census, demand.queue, demand.task, demand.node)
-        return CapacityExhausted(
-            demand.queue, demand.task, refusal.reason.value, census, RETRY_AFTER_SECONDS
-        )
 
 
 def exchange_name(queue: Queue) -> str:

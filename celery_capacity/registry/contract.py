@@ -122,9 +122,7 @@ class Registry(ABC):
         return [self.select_and_reserve(demand) for demand in demands]
 
     @abstractmethod
-    def reserve_worker(
-        self, worker: str, epoch: int, demand: Demand, *, commit: bool = False
-    ) -> Reservation | Refusal:
+    def reserve_worker(self, worker: str, epoch: int, demand: Demand, *, commit: bool = False) -> Reservation | Refusal:
         """Claim a slot on one named worker, checking all of its eligibility now.  No cursor is moved.
 
         With ``commit`` the slot is committed from the start, and the reservation handed over: for a worker that
@@ -132,9 +130,7 @@ class Registry(ABC):
         """
 
     @abstractmethod
-    def claim_parked(
-        self, worker: str, epoch: int, lots: Sequence[Lot], *, marked_only: bool = True
-    ) -> Slot | Refusal:
+    def claim_parked(self, worker: str, epoch: int, lots: Sequence[Lot], *, marked_only: bool = True) -> Slot | Refusal:
         """Claim a committed slot on this worker, to fetch one parked task with.
 
         The first of ``lots`` whose mark is set (or simply the first, without ``marked_only``) and whose
