@@ -49,6 +49,8 @@ _UNAVAILABLE = (
     MovedError,
 )
 _DENIED = (AuthenticationError, AuthorizationError)
+#: The same as said by a server, where the driver has no class for it (older ones have some only for clusters).
+_UNAVAILABLE_WORDS = ("ASK", "BUSY", "CLUSTERDOWN", "LOADING", "MASTERDOWN", "MOVED", "READONLY", "TRYAGAIN")
 #: How often one call follows the slot of the namespace through a cluster.
 _MOST_MOVES = 4
 
@@ -111,9 +113,9 @@ class Client:
         try:
             return self._run(script, ("EVALSHA", script.sha, 1, self._prefix, *arguments))
         except redis.RedisError as exc:
-            if isinstance(exc, _DENIED) or not (isinstance(exc, _UNAVAILABLE) or str(exc).startswith("BUSY ")):
-                raise RegistryError(f"{self._url} refused {script.name!r}: {exc}") from exc
-            raise RegistryUnavailable(f"{self._url} did not answer {script.name!r}: {exc}") from exc
+            if _is_unavailable(exc):
+                raise RegistryUnavailable(f"{self._url} did not answer {script.name!r}: {exc}") from exc
+            raise RegistryError(f"{self._url} refused {script.name!r}: {exc}") from exc
         except OSError as exc:
             raise RegistryUnavailable(f"{self._url} did not answer {script.name!r}: {exc}") from exc
 
@@ -161,22 +163,19 @@ class Client:
                     # The server is new or was flushed; this gives it the script, and runs it.
                     connection.send_packed_command(connection.pack_command("EVAL", script.text, *command[2:]), False)
                     reply = connection.read_response()
-            except MovedError as exc:
-                # Nothing was run; the slot is on another node.
-                connection.disconnect()
-                self.close()
-                self._opener.moved(exc.host, exc.port)
-                moves += 1
-                if moves > _MOST_MOVES:
+            except ResponseError as exc:
+                address = _moved_to(exc)
+                if address is None and not _is_unavailable(exc):
+                    idle.append((connection, has_news))
                     raise
-            except ReadOnlyError:
-                # It was the master until now; new connections find out who is.
+                # Whoever was asked is not the one to ask, or not now; new connections find out who is.
                 connection.disconnect()
                 self.close()
-                raise
-            except ResponseError:
-                idle.append((connection, has_news))
-                raise
+                if address is None or moves == _MOST_MOVES:
+                    raise
+                # Nothing was run: the slot is on another node.
+                self._opener.moved(*address)
+                moves += 1
             except BaseException:
                 # Also when a greenlet is killed: the answer to this call must not become that to another.
                 connection.disconnect()
@@ -213,6 +212,22 @@ class Client:
                 policy,
                 extra={"action": "eviction_policy", "policy": policy},
             )
+
+
+def _is_unavailable(exc: redis.RedisError) -> bool:
+    """Whether waiting may help."""
+    if isinstance(exc, _DENIED):
+        return False
+    return isinstance(exc, _UNAVAILABLE) or str(exc).partition(" ")[0] in _UNAVAILABLE_WORDS
+
+
+def _moved_to(exc: ResponseError) -> tuple[str, int] | None:
+    """The node of a cluster that has the slot, as told by another node."""
+    text = str(exc)
+    if not isinstance(exc, MovedError) and not text.startswith("MOVED "):
+        return None
+    host, _, port = text.rpartition(" ")[2].rpartition(":")
+    return host, int(port)
 
 
 def _has_news(connection: Any) -> Callable[[], bool]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from typing import Any
 
@@ -44,19 +45,20 @@ def _queue(fields: list[Any]) -> QueueView:
 
 
 def _worker(fields: list[Any], now: int) -> WorkerView:
-    name, node, epoch, capacity, held, committed, queues, beat, host, pid, condition, drain, reason = fields
+    epoch, node, capacity, held, late_at, _, drain, _, _, _, committed, queues, lease, host, pid, *shown = fields
+    name, condition, reason = shown
     return WorkerView(
         name=name.decode(),
         node=node.decode(),
         epoch=int(epoch),
         state=_STATES.get(condition, WorkerState.READY),
         capacity=int(capacity) if capacity else None,
-        reserved=held - committed,
-        committed=committed,
-        queues=tuple(queue.decode() for queue in queues),
+        reserved=int(held) - int(committed),
+        committed=int(committed),
+        queues=tuple(json.loads(queues)),
         reason=Reason[reason.decode()] if reason else None,
         detail=drain.decode(),
-        lease_age=(now - beat) / 1e6,
+        lease_age=(now - int(late_at) + int(lease)) / 1e6,
         host=host.decode(),
         pid=int(pid),
     )
@@ -72,7 +74,7 @@ def _gone(fields: list[Any], now: int) -> WorkerView:
         capacity=int(capacity) if capacity else None,
         reserved=0,
         committed=0,
-        queues=tuple(queue.decode() for queue in queues),
+        queues=tuple(json.loads(queues)),
         reason=Reason.LAPSED,
         detail="gone, waits for clean-up",
         lease_age=(now - beat) / 1e6,

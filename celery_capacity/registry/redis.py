@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -123,9 +124,8 @@ class RedisRegistry(Registry):
             _micros(advert.lapse_seconds),
             advert.host,
             advert.pid,
-            len(queues),
+            json.dumps(queues, ensure_ascii=False),
             len(tasks),
-            *queues,
             *tasks,
             *_pairs((slot.token, slot.queue) for slot in slots),
         )
@@ -173,7 +173,7 @@ class RedisRegistry(Registry):
             demand.queue,
             "" if task is None else ":" + task,
             "" if node is None else ":" + node,
-            int(demand.ttl_seconds * 1e6),
+            _micros(demand.ttl_seconds),
             nonce,
             demand.park_lot or "",
         )

@@ -15,10 +15,11 @@ local function free_key(queue, class, node)
 end
 
 -- Fields of a worker, by position: 1 epoch, 2 node, 3 capacity ('' = not known), 4 held, 5 late_at, 6 lapse_at, 7 drain
--- (its reason, or false), 8 last_deadline, 9 listed: as it is in the free sets, or ''.  1 is false if there is none.
-local function read_worker(name)
+-- (its reason, or false), 8 last_deadline, 9 listed: as it is in the free sets, or '', 10 class; then those asked for.  1 is
+-- false if there is no such worker.
+local function read_worker(name, ...)
   return call('HMGET', worker_key(name),
-    'epoch', 'node', 'capacity', 'held', 'late_at', 'lapse_at', 'drain', 'last_deadline', 'listed')
+    'epoch', 'node', 'capacity', 'held', 'late_at', 'lapse_at', 'drain', 'last_deadline', 'listed', 'class', ...)
 end
 
 -- What keeps a worker from taking anything now, or nil: the one derivation of who may be chosen.
@@ -34,7 +35,7 @@ end
 local function set_listed(name, old, new)
   local key = worker_key(name)
   local worker = call('HMGET', key, 'queues', 'class', 'node')
-  for _, queue in ipairs(cmsgpack.unpack(worker[1])) do
+  for _, queue in ipairs(cjson.decode(worker[1])) do
     for _, free in ipairs({free_key(queue, worker[2]), free_key(queue, worker[2], worker[3])}) do
       if old ~= '' then call('ZREM', free, old) end
       if new ~= '' then call('ZADD', free, 0, new) end

@@ -46,9 +46,9 @@ local function why_nobody(queue, task, node, classes)
   end
   local found, any = {}, false
   for _, name in ipairs(names) do
-    local class = call('HGET', worker_key(name), 'class')
-    if string.find(classes, class, 1, true) then
-      local reason = unfit(read_worker(name))
+    local worker = read_worker(name)
+    if string.find(classes, worker[10], 1, true) then
+      local reason = unfit(worker)
       if reason == 'FULL' then return reason end
       found[reason or ''], any = true, true
     end

@@ -24,16 +24,21 @@ local function has_room(queue)
   return not counts[1] or tonumber(counts[2] or 0) < tonumber(counts[1])
 end
 
-local function knows(class, task) return call('SISMEMBER', PREFIX .. ':tasks:' .. class, task) == 1 end
+local known = {}
+local function knows(class, task)
+  local key = class .. task
+  if known[key] == nil then known[key] = call('SISMEMBER', PREFIX .. ':tasks:' .. class, task) == 1 end
+  return known[key]
+end
 
 -- Why this worker could not be chosen for this now, or nil.  task and node: '' = any, else ':' and the name.
-local function why_not(name, worker, queue, task, node)
+-- room: whether the queue has room, if that has been asked already.
+local function why_not(name, worker, queue, task, node, room)
   if not call('ZSCORE', PREFIX .. ':serving:' .. queue, name) then return 'OTHER_QUEUE' end
-  if task ~= '' and not knows(call('HGET', worker_key(name), 'class'), string.sub(task, 2)) then
-    return 'UNKNOWN_TASK'
-  end
+  if task ~= '' and not knows(worker[10], string.sub(task, 2)) then return 'UNKNOWN_TASK' end
   if node ~= '' and node ~= ':' .. worker[2] then return 'OTHER_NODE' end
-  return unfit(worker) or (not has_room(queue) and 'LIMIT') or nil
+  if room == nil then room = has_room(queue) end
+  return unfit(worker) or (not room and 'LIMIT') or nil
 end
 
 -- Refuse; if the caller will park, set the lot's mark.  A version is never used twice, not even after a flush.

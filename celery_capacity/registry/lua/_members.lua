@@ -65,7 +65,7 @@ local function withdraw(name)
     end
   end
   local worker = call('HMGET', key, 'queues', 'class', 'node')
-  for _, queue in ipairs(cmsgpack.unpack(worker[1])) do leave_queue(name, queue, worker[2], worker[3]) end
+  for _, queue in ipairs(cjson.decode(worker[1])) do leave_queue(name, queue, worker[2], worker[3]) end
   if call('HINCRBY', PREFIX .. ':builds', worker[2], -1) == 0 then
     call('HDEL', PREFIX .. ':builds', worker[2])
     call('DEL', PREFIX .. ':tasks:' .. worker[2])
@@ -81,7 +81,7 @@ local function bury(name)
   local seen = call('HMGET', worker_key(name),
     'epoch', 'last_deadline', 'node', 'capacity', 'queues', 'late_at', 'lease', 'host', 'pid')
   call('HSET', PREFIX .. ':gone', name, cmsgpack.pack({
-    epoch = seen[1], settled_at = seen[2], node = seen[3], capacity = seen[4], queues = cmsgpack.unpack(seen[5]),
+    epoch = seen[1], settled_at = seen[2], node = seen[3], capacity = seen[4], queues = seen[5],
     beat = text(seen[6] - seen[7]), host = seen[8], pid = seen[9], cleaner = '', till = '0'}))
   return withdraw(name)
 end

@@ -12,11 +12,12 @@ local function show_queue(queue, waiting)
   return {queue, counts[1] or '', tonumber(counts[2] or 0), waiting[queue] or 0}
 end
 
--- {name, node, epoch, capacity or '', held, committed, queues, beat, host, pid, condition, why it drains, reason}.
+-- {the fields of read_worker, committed, queues as JSON, lease, host, pid, name, condition or '', reason or ''}.
 local function show_worker(name, reason)
-  local worker = read_worker(name)
-  local more = call('HMGET', worker_key(name), 'committed', 'queues', 'lease', 'host', 'pid')
-  local condition = unfit(worker) or ''
-  return {name, worker[2], worker[1], worker[3], tonumber(worker[4]), tonumber(more[1]), cmsgpack.unpack(more[2]),
-    worker[5] - more[3], more[4], more[5], condition, worker[7] or '', reason and reason(name, worker) or condition}
+  local worker = read_worker(name, 'committed', 'queues', 'lease', 'host', 'pid')
+  local condition, why = unfit(worker), nil
+  if reason then why = reason(name, worker) else why = condition end
+  worker[7] = worker[7] or ''
+  worker[16], worker[17], worker[18] = name, condition or '', why or ''
+  return worker
 end

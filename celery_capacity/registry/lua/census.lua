@@ -3,7 +3,8 @@
 -- Returns {now, queue as in _views.lua, {workers as in _views.lua}}.
 local queue, task, node = unpack(ARGV)
 settle()
-local function reason(name, worker) return why_not(name, worker, queue, task, node) or '' end
+local room = has_room(queue)
+local function reason(name, worker) return why_not(name, worker, queue, task, node, room) end
 local workers = {}
 for _, name in ipairs(call('ZRANGE', PREFIX .. ':workers', 0, -1)) do
   workers[#workers + 1] = show_worker(name, reason)

@@ -12,7 +12,7 @@ local late_at, lapse_at = text(now + worker[2]), text(now + worker[3])
 call('HSET', key, 'late_at', late_at, 'lapse_at', lapse_at)
 call('ZADD', DUE, late_at, 'l' .. name)
 call('ZADD', PREFIX .. ':workers', lapse_at, name)
-for _, queue in ipairs(cmsgpack.unpack(worker[6])) do call('ZADD', PREFIX .. ':serving:' .. queue, lapse_at, name) end
+for _, queue in ipairs(cjson.decode(worker[6])) do call('ZADD', PREFIX .. ':serving:' .. queue, lapse_at, name) end
 
 local holding, healed, missing = {}, {}, {}
 for i = 4, #ARGV do holding[ARGV[i]] = true end

@@ -1,6 +1,6 @@
 -- All workers, gone ones too, and all queues.
 -- Returns {now, {queues as in _views.lua}, {workers as in _views.lua}, {gone workers: name, node, epoch, capacity or '',
--- queues, beat, host, pid}}.
+-- queues as JSON, beat, host, pid}}.
 settle()
 local workers, gone, queues, names = {}, {}, {}, waiting_queues()
 for _, name in ipairs(call('ZRANGE', PREFIX .. ':workers', 0, -1)) do workers[#workers + 1] = show_worker(name) end
