@@ -8,6 +8,7 @@ the task id, the eta and the outcome of the publish are known together.  A reser
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
@@ -222,7 +223,7 @@ class Dispatcher:
             return None  # the caller's own destination: a router's queue was only merged in beside it
         if kind == "direct":
             return queue
-        if kind == "topic" and not exchange and self._only_reader(queue):
+        if kind == "topic" and not exchange and _matches(queue, routing_key) and self._only_reader(queue):
             return queue
         return None
 
@@ -237,7 +238,9 @@ class Dispatcher:
         if node is None or when_full is None:
             task = self.app._tasks.get(name) if isinstance(self.app._tasks, dict) else None
             if task is not None:
-                node = node if node is not None else getattr(task, "node", None)
+                own = getattr(task, "node", None)
+                # An attribute of that name that is no name of a node has another meaning in this app.
+                node = own if node is None and isinstance(own, str) and own else node
                 when_full = when_full if when_full is not None else getattr(task, "when_full", None)
         if node is not None and (not isinstance(node, str) or not node):
             raise ConfigurationError("node", node, "the name of a node, a non-empty string")
@@ -330,6 +333,17 @@ class Dispatcher:
                 demand.queue,
                 extra={"action": "unserved", "queue": demand.queue},
             )
+
+
+def _matches(queue: Queue, routing_key: str | None) -> bool:
+    """Whether a message with this routing key reaches the queue through its topic exchange."""
+    if routing_key is None or not queue.routing_key:
+        return True
+    words = (re.escape(word) for word in queue.routing_key.split("."))
+    pattern = r"\.".join({r"\*": r"[^.]+", r"\#": r".*", "#": r".*"}.get(word, word) for word in words)
+    # "#" is any number of words, none among them.
+    pattern = pattern.replace(r"\..*", r"(\..*)?").replace(r".*\.", r"(.*\.)?")
+    return re.fullmatch(pattern, routing_key) is not None
 
 
 def exchange_name(queue: Queue) -> str:

@@ -179,7 +179,8 @@ class WorkerAgent:
         Work that does not come from a managed queue is accounted to the worker's own queue.
         """
         name = queue if queue in self.managed else self.own_queue.name
-        demand = Demand(name, task_id=task_id, ttl_seconds=self.settings.reservation_seconds)
+        known = task if task in self.app.tasks else None
+        demand = Demand(name, known, task_id=task_id, ttl_seconds=self.settings.reservation_seconds)
         if self.epoch:
             try:
                 answer = self.call(self.registry.reserve_worker, self.name, self.epoch, demand, commit=True)
