@@ -142,5 +142,3 @@ def _hook_producer(app: Any) -> None:
     if "queues" in old.__dict__:
         new.queues = old.queues
     app.amqp = new
-
-

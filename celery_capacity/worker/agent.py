@@ -246,9 +246,7 @@ class WorkerAgent:
         try:
             self.call(self.resize, self.registry)
         except RegistryError as exc:
-            logger.warning(
-                "could not withdraw worker %s: %s", self.name, exc, extra={"action": "withdraw_failed"}
-            )
+            logger.warning("could not withdraw worker %s: %s", self.name, exc, extra={"action": "withdraw_failed"})
 
     def look(self) -> None:
         """There may be more to take.  From any thread."""

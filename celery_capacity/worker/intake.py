@@ -189,7 +189,9 @@ class Intake:
     def _fresh(self, confirmed: float) -> bool:
         return time.monotonic() - confirmed < _REUSE_SECONDS and not self.agent.outage.active
 
-    def _release(self, slot: Slot, emptied: Slot | None, lots: tuple[Lot, ...], marked_only: bool | None = None) -> Slot | None:
+    def _release(
+        self, slot: Slot, emptied: Slot | None, lots: tuple[Lot, ...], marked_only: bool | None = None
+    ) -> Slot | None:
         """Give the slot back and, in the same step, claim for a parked task."""
         agent = self.agent
         if marked_only is None:
@@ -302,11 +304,7 @@ class Intake:
         return max(0.0, self._poll_at - time.monotonic())
 
     def _may_fetch(self) -> bool:
-        return (
-            self._running
-            and self.agent.may_take_work
-            and self.agent.ledger.delayed < self.agent.settings.eta_limit
-        )
+        return self._running and self.agent.may_take_work and self.agent.ledger.delayed < self.agent.settings.eta_limit
 
     def _in_turn(self) -> tuple[Lot, ...]:
         """The lots, beginning with another queue each time.

@@ -164,7 +164,14 @@ def bench_wave(broker: str, waves: int) -> None:
             results = [fleet.wave(durations) for durations in orders]
             makespan = sum(result[0] for result in results)
             short = statistics.fmean(result[1] for result in results)
-            row(broker, "wave", name, f"{makespan / waves:.3f} s", f"{makespan / ideal:.3f}", f"short wait {short:.3f} s")
+            row(
+                broker,
+                "wave",
+                name,
+                f"{makespan / waves:.3f} s",
+                f"{makespan / ideal:.3f}",
+                f"short wait {short:.3f} s",
+            )
 
 
 def bench_ticks(broker: str, number: int, rounds: int) -> None:
@@ -175,7 +182,14 @@ def bench_ticks(broker: str, number: int, rounds: int) -> None:
                 rates[name].append(number / fleet.ticks(number))
     best = {name: statistics.median(values) for name, values in rates.items()}
     for name, rate in best.items():
-        row(broker, "ticks", name, f"{rate:.0f}/s", f"{rate / best['plain']:.2f}", " ".join(f"{r:.0f}" for r in rates[name]))
+        row(
+            broker,
+            "ticks",
+            name,
+            f"{rate:.0f}/s",
+            f"{rate / best['plain']:.2f}",
+            " ".join(f"{r:.0f}" for r in rates[name]),
+        )
 
 
 def bench_publish(broker: str, number: int) -> None:
