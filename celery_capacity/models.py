@@ -197,7 +197,8 @@ class Claim:
     """Asks that a freed slot be turned, in the same atomic step, into a claim for a parked task.
 
     ``lots`` are looked at in the order given; the first whose mark is set and whose queue's limit has room
-    is claimed.
+    is claimed.  Without ``marked_only``, if there is none, the first whose queue's limit has room is claimed
+    though nobody said that a task waits there: for tasks of producers that set no marks.
     """
 
     worker: str

@@ -260,6 +260,8 @@ class SQLiteRegistry(Registry):
             return None
         lots = [lot for lot in then.lots if lot.name != emptied]
         answer = self._claim_from(tx, worker, lots, marked_only=True)
+        if isinstance(answer, Refusal) and not then.marked_only:
+            answer = self._claim_from(tx, worker, lots, marked_only=False)
         return answer if isinstance(answer, Slot) else None
 
     def cancel(self, token: str) -> ReleaseOutcome:

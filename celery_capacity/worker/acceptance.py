@@ -85,7 +85,9 @@ class Acceptance:
         slot = self.gatekeeper.mover.move(message, mail, queue)
         if slot is not None:
             # A slot has come free here in the meantime.
-            taken = self._take_over(Mail(mail.task, mail.task_id, queue, mail.node, slot.token, slot.epoch, mail.origin))
+            taken = self._take_over(
+                Mail(mail.task, mail.task_id, queue, mail.node, slot.token, slot.epoch, mail.origin)
+            )
             if taken is None:
                 raise ReservationRace(f"slot {slot.token} was lost before it could be committed")
             self.accept(message, mail, taken)
@@ -131,7 +133,12 @@ class Acceptance:
             mail.task,
             mail.task_id,
             outcome.value,
-            extra={"action": "reservation_lost", "task_id": mail.task_id, "token": mail.token, "outcome": outcome.value},
+            extra={
+                "action": "reservation_lost",
+                "task_id": mail.task_id,
+                "token": mail.token,
+                "outcome": outcome.value,
+            },
         )
         return None
 
@@ -197,4 +204,3 @@ class Acceptance:
 
 class ReservationRace(RuntimeError):
     """A reservation that this process made a moment ago is gone; the message stays unacknowledged."""
-

@@ -219,7 +219,11 @@ class Gatekeeper:
         flushes = bool(getattr(self.agent.controller.pool, "flush", None))
         for entry in self.agent.ledger.entries():
             request = entry.request
-            if entry.phase is Phase.HANDED and request is not None and (request in state.active_requests or not flushes):
+            if (
+                entry.phase is Phase.HANDED
+                and request is not None
+                and (request in state.active_requests or not flushes)
+            ):
                 continue
             self.finish(entry)
 

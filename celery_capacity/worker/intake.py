@@ -182,12 +182,16 @@ class Intake:
                 self._accept(message, slot)
                 return
             self._hot.discard(lot.name)
+        # A slot that has just come free is looked after more closely than one that has been idle.
+        self._wait = _FIRST_WAIT_SECONDS
         self._use(self._release(slot, None, self._in_turn()))
 
     def _fresh(self, confirmed: float) -> bool:
         return time.monotonic() - confirmed < _REUSE_SECONDS and not self.agent.outage.active
 
-    def _release(self, slot: Slot, emptied: Slot | None, lots: tuple[Lot, ...], marked_only: bool | None = None) -> Slot | None:
+    def _release(
+        self, slot: Slot, emptied: Slot | None, lots: tuple[Lot, ...], marked_only: bool | None = None
+    ) -> Slot | None:
         """Give the slot back and, in the same step, claim for a parked task."""
         agent = self.agent
         if marked_only is None:
@@ -300,11 +304,7 @@ class Intake:
         return max(0.0, self._poll_at - time.monotonic())
 
     def _may_fetch(self) -> bool:
-        return (
-            self._running
-            and self.agent.may_take_work
-            and self.agent.ledger.delayed < self.agent.settings.eta_limit
-        )
+        return self._running and self.agent.may_take_work and self.agent.ledger.delayed < self.agent.settings.eta_limit
 
     def _in_turn(self) -> tuple[Lot, ...]:
         """The lots, beginning with another queue each time.

@@ -1,0 +1,87 @@
+-- Shared: workers come and go.
+
+local function node_key(queue, node) return PREFIX .. ':node:' .. #queue .. ':' .. queue .. ':' .. node end
+
+local function drop_if_idle(queue)
+  local counts = call('HMGET', queue_key(queue), 'limit', 'held')
+  if counts[1] or tonumber(counts[2] or 0) > 0 then return end
+  if call('EXISTS', PREFIX .. ':classes:' .. queue) == 1 then return end
+  call('DEL', queue_key(queue))
+  call('SREM', PREFIX .. ':queues', queue)
+end
+
+-- Forget the turns, in one hash, of tasks that no class of the queue knows any more.
+local function prune_turns(key, queue)
+  for _, field in ipairs(call('HKEYS', key)) do
+    if string.sub(field, 1, 4) == 'turn' and classes_of(queue, string.sub(field, 5)) == '' then
+      call('HDEL', key, field)
+    end
+  end
+end
+
+local function join_queue(name, queue, class, node, lapse_at)
+  call('SADD', PREFIX .. ':queues', queue)
+  call('ZADD', PREFIX .. ':serving:' .. queue, lapse_at, name)
+  call('SADD', node_key(queue, node), name)
+  if call('HINCRBY', PREFIX .. ':classes:' .. queue, class, 1) == 1 then
+    call('HINCRBY', queue_key(queue), 'generation', 1)
+  end
+end
+
+local function leave_queue(name, queue, class, node)
+  call('ZREM', PREFIX .. ':serving:' .. queue, name)
+  call('SREM', node_key(queue, node), name)
+  local pinned = PREFIX .. ':pinned:' .. queue
+  if call('EXISTS', node_key(queue, node)) == 0 then
+    call('DEL', turns_of(queue, node))
+    call('SREM', pinned, node)
+  end
+  if call('HINCRBY', PREFIX .. ':classes:' .. queue, class, -1) == 0 then
+    call('HDEL', PREFIX .. ':classes:' .. queue, class)
+    call('HINCRBY', queue_key(queue), 'generation', 1)
+    prune_turns(queue_key(queue), queue)
+    for _, other in ipairs(call('SMEMBERS', pinned)) do
+      prune_turns(turns_of(queue, other), queue)
+      if call('EXISTS', turns_of(queue, other)) == 0 then call('SREM', pinned, other) end
+    end
+  end
+  drop_if_idle(queue)
+end
+
+-- Take a worker out, with all its slots; returns how many it held.
+local function withdraw(name)
+  local key = worker_key(name)
+  local fields = call('HGETALL', key)
+  local freed = 0
+  -- So that nothing lists it while its slots are freed.
+  call('HSET', key, 'capacity', '')
+  refresh(name)
+  for i = 1, #fields, 2 do
+    if string.sub(fields[i], 1, 5) == 'slot:' then
+      local kind, _, queue = string.match(fields[i + 1], '^(.)(%d+) (.*)$')
+      free(name, string.sub(fields[i], 6), kind, queue)
+      freed = freed + 1
+      drop_if_idle(queue)
+    end
+  end
+  local worker = call('HMGET', key, 'queues', 'class', 'node')
+  for _, queue in ipairs(cjson.decode(worker[1])) do leave_queue(name, queue, worker[2], worker[3]) end
+  if call('HINCRBY', PREFIX .. ':builds', worker[2], -1) == 0 then
+    call('HDEL', PREFIX .. ':builds', worker[2])
+    call('DEL', PREFIX .. ':tasks:' .. worker[2])
+  end
+  call('ZREM', DUE, 'd' .. name, 'l' .. name)
+  call('ZREM', PREFIX .. ':workers', name)
+  call('DEL', key)
+  return freed
+end
+
+-- The worker is gone: free its slots and leave an entry for the sweepers.  Returns how many slots it held.
+local function bury(name)
+  local seen = call('HMGET', worker_key(name),
+    'epoch', 'last_deadline', 'node', 'capacity', 'queues', 'late_at', 'lease', 'host', 'pid')
+  call('HSET', PREFIX .. ':gone', name, cmsgpack.pack({
+    epoch = seen[1], settled_at = seen[2], node = seen[3], capacity = seen[4], queues = seen[5],
+    beat = text(seen[6] - seen[7]), host = seen[8], pid = seen[9], cleaner = '', till = '0'}))
+  return withdraw(name)
+end
