@@ -255,7 +255,7 @@ class MemoryRegistry(Registry):
         why_not = Reason.NOT_WAITING
         for lot in lots:
             mark = world.marks.get(lot.name)
-            if mark is None and marked_only:
+            if (mark is None or mark.version == lot.seen) and marked_only:
                 continue
             reason = world.why_not(worker, lot.queue)
             if reason is None:

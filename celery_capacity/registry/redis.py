@@ -205,8 +205,7 @@ class RedisRegistry(Registry):
 
     def claim_parked(self, worker: str, epoch: int, lots: Sequence[Lot], *, marked_only: bool = True) -> Slot | Refusal:
         nonce = self._client.nonce()
-        pairs = _pairs((lot.name, lot.queue) for lot in lots)
-        reply = self._run(_CLAIM_PARKED, worker, epoch, nonce, int(marked_only), *pairs)
+        reply = self._run(_CLAIM_PARKED, worker, epoch, nonce, int(marked_only), *_flat(lots))
         return _claim(reply, nonce) if reply[0] else _refusal(reply)
 
     def commit(self, token: str, worker: str, epoch: int) -> CommitOutcome:
@@ -227,7 +226,7 @@ class RedisRegistry(Registry):
             nonce,
             lot or "",
             emptied.mark if emptied is not None else "",
-            *(_pairs((other.name, other.queue) for other in then.lots) if then is not None else ()),
+            *(_flat(then.lots) if then is not None else ()),
         )
         waiting, claim = (more + [None])[:2] if more else (0, None)
         return Released(_RELEASES[outcome], _claim(claim, nonce) if claim else None, bool(waiting))
@@ -301,6 +300,10 @@ def _optional(name: str | None) -> str:
 
 def _pairs(pairs: Iterable[tuple[str, str]]) -> list[str]:
     return [value for pair in pairs for value in pair]
+
+
+def _flat(lots: Iterable[Lot]) -> list[str | int]:
+    return [value for lot in lots for value in (lot.name, lot.queue, lot.seen)]
 
 
 def _triples(flat: list[Any]) -> Iterable[tuple[Any, Any, Any]]:

@@ -209,7 +209,7 @@ class SQLiteRegistry(Registry):
         refusal = Refusal(Reason.NOT_WAITING)
         for lot in lots:
             mark = tx.one(_MARK, {"ns": tx.ns, "lot": lot.name})
-            if mark is None and marked_only:
+            if (mark is None or mark[0] == lot.seen) and marked_only:
                 continue
             reason = why_not(tx, worker, lot.queue)
             if reason is None:

@@ -1,6 +1,6 @@
 -- Give a slot back; perhaps turn it into a claim for a parked task; perhaps clear the mark of a lot found empty.
 -- ARGV: token; epoch of the speaker, or ''; worker and epoch of the claim to make, or ''; '1' = marked lots only; nonce of
--- its token; lot found empty, or ''; version of its mark that was seen; then name and queue of each lot.
+-- its token; lot found empty, or ''; version of its mark that was seen; then name, queue and seen version of each lot.
 -- Returns {name of a ReleaseOutcome} or {'RELEASED', 1 if the empty lot is still marked, claim as in _lots.lua or nil}.
 local token, epoch, name, claim_epoch, marked, nonce, emptied, version = unpack(ARGV, 1, 8)
 settle()
