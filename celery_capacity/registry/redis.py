@@ -36,10 +36,10 @@ __all__ = ("RedisRegistry",)
 
 logger = logging.getLogger(__name__)
 
-_SLOTS = ("_base", "_slots")
+_SLOTS = ("_base", "_slots", "_settle")
 _CLAIMS = (*_SLOTS, "_claims")
 _CHOICE = (*_CLAIMS, "_choice")
-_MEMBERS = (*_CHOICE, "_members")
+_MEMBERS = (*_CHOICE, "_queues", "_members")
 
 _REGISTER = Script("register", *_MEMBERS)
 _HEARTBEAT = Script("heartbeat", *_SLOTS)
@@ -50,7 +50,7 @@ _DEREGISTER = Script("deregister", *_MEMBERS)
 _RESERVE = Script(
     "reserve",
     *_CHOICE,
-    rarely=("answer", "classes_of", "next_after", "refuse", "set_listed", "settle", "turns_of", "why_nobody"),
+    rarely=("answer", "classes_of", "drop_entry", "next_after", "refuse", "set_listed", "settle", "turns_of", "why_nobody"),
 )
 _RESERVE_WORKER = Script("reserve_worker", *_CLAIMS)
 _CLAIM_PARKED = Script("claim_parked", *_CLAIMS, "_lots")
