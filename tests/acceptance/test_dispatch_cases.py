@@ -320,11 +320,11 @@ class TestLeftAlone:
 
     def test_an_exchange_and_a_routing_key_win_over_a_router(self, fleet: Fleet, key: str) -> None:
         name = unique("elsewhere")
-        queue = Queue(name, Exchange(name, type="topic"), routing_key="a.*")
+        queue = Queue(name, Exchange(name), routing_key="a")
         app = fleet.build_app(conf={"task_routes": [lambda name, *a, **kw: {"queue": fleet.queue}]})
         with app.connection_for_write() as connection:
             queue(connection.default_channel).declare()
-            app.tasks["record"].apply_async(kwargs={"key": key}, exchange=name, routing_key="a.b", exchange_type="topic")
+            app.tasks["record"].apply_async(kwargs={"key": key}, exchange=name, routing_key="a")
             assert fleet.depth(name) == 1
             assert fleet.held() == {}
             queue(connection.default_channel).delete()
@@ -356,7 +356,7 @@ class TestLeftAlone:
             for worker in workers:
                 fleet.start(worker, env={BROADCAST_ENV: name}, queues=[fleet.queue, name])
             fleet.wait_ready()
-            fleet.app.amqp.queues.add(Broadcast(name))
+            fleet.app.amqp.queues.add(Broadcast(name, routing_key=name))
             fleet.tasks["record"].apply_async(kwargs={"key": key}, queue=name)
             runs = fleet.ended(key, 2)
             assert sorted(run.worker for run in runs) == sorted(workers)

@@ -112,7 +112,7 @@ def build_app(
     if result_backend:
         settings["result_backend"] = result_backend
     if broadcast := os.environ.get(BROADCAST_ENV):
-        settings["task_queues"] = [Queue(settings["task_default_queue"]), Broadcast(broadcast)]
+        settings["task_queues"] = [Queue(settings["task_default_queue"]), Broadcast(broadcast, routing_key=broadcast)]
     app.config_from_object(settings)
     define_tasks(app)
     if plugin:
