@@ -308,6 +308,10 @@ class MemoryRegistry(Registry):
                 claim = answer if isinstance(answer, Slot) else None
             return Released(ReleaseOutcome.RELEASED, claim, waiting)
 
+    def found_empty(self, lot: str, mark: int) -> bool:
+        with self._world.lock:
+            return self._still_waiting(lot, mark, self._world.tick())
+
     def _still_waiting(self, lot: str, version: int, now: float) -> bool:
         """Compare and clear the mark of a lot that was found empty."""
         mark = self._world.marks.get(lot)

@@ -253,6 +253,11 @@ class SQLiteRegistry(Registry):
                 claim = self._claim_freed(tx, slot, then, lot)
             return Released(ReleaseOutcome.RELEASED, claim, waiting)
 
+    def found_empty(self, lot: str, mark: int) -> bool:
+        with self._file.write() as tx:
+            rows.clear_mark(tx, lot, mark)
+            return tx.one(_MARK, {"ns": tx.ns, "lot": lot}) is not None
+
     def _claim_freed(self, tx: Transaction, slot: rows.SlotRow, then: Claim, emptied: str | None) -> Slot | None:
         rows.catch_up(tx)
         worker = rows.find_worker(tx, then.worker)

@@ -295,6 +295,21 @@ class LotContract(ContractBase):
         assert again.lot == "q"
         assert again.mark != first.mark
 
+    def test_lot_can_be_found_empty_without_a_slot(self, registry: Registry) -> None:
+        epoch = registry.register(self.advert("w1"))
+        assert not registry.found_empty("q", 0)
+        self._park(registry, ttl_seconds=SHORT_SECONDS)
+        claim = claimed(registry.claim_parked("w1", epoch, [Q]))
+        registry.release(claim.token, epoch)
+        assert registry.found_empty("q", claim.mark), "the message may be on its way"
+        self._park(registry, ttl_seconds=SHORT_SECONDS)
+        newer = claimed(registry.claim_parked("w1", epoch, [Q]))
+        self.wait_until(lambda: not registry.found_empty("q", newer.mark))
+        assert not registry.found_empty("q", newer.mark)
+        self._park(registry, ttl_seconds=SHORT_SECONDS / 10)
+        self._advance(SHORT_SECONDS)
+        assert registry.found_empty("q", newer.mark), "somebody has parked since"
+
     def test_mark_stays_if_somebody_parked_since(self, registry: Registry) -> None:
         epoch = registry.register(self.advert("w1"))
         self._park(registry, ttl_seconds=SHORT_SECONDS / 10)
