@@ -186,10 +186,16 @@ class Slot:
 
 @dataclass(frozen=True)
 class Lot:
-    """A durable place where tasks of ``queue`` wait; the default lot of a queue has the queue's name."""
+    """A durable place where tasks of ``queue`` wait; the default lot of a queue has the queue's name.
+
+    ``seen`` is the version of a mark with which the caller has found the lot empty: a mark of that version does
+    not count as set for this caller, who looks again by itself.  So a mark that has to stay, since a message may
+    still be on its way, does not cost every release a fetch.
+    """
 
     name: str
     queue: str
+    seen: int = 0
 
 
 @dataclass(frozen=True)

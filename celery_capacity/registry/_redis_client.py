@@ -1,6 +1,6 @@
 """Scripts and connections: one call is one script, and one round trip.
 
-The driver's own client costs twice what its connection does (120 and 60 µs for a call that does nothing), and repeats calls
+The driver's own client costs nearly twice what its connection does (101 and 51 µs for an empty script), and repeats calls
 by itself.  So this uses its connections, and decides itself what may be sent again.
 """
 
@@ -191,6 +191,7 @@ class Client:
             try:
                 self._check_eviction(connection)
             except BaseException:
+                self._eviction_checked = False
                 connection.disconnect()
                 raise
         return connection, _has_news(connection)

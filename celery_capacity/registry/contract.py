@@ -156,6 +156,14 @@ class Registry(ABC):
         """
 
     @abstractmethod
+    def found_empty(self, lot: str, mark: int) -> bool:
+        """A lot was found empty without a slot to fetch with: as ``emptied`` of :meth:`release`.
+
+        ``mark`` is the version that was seen before the look.  True if the lot's mark is still set: somebody has
+        parked since, or the last parked message may still be on its way.  Harmless twice.
+        """
+
+    @abstractmethod
     def cancel(self, token: str) -> ReleaseOutcome:
         """Give back a reservation that was not handed over (the producer's undo).
 

@@ -255,7 +255,7 @@ class MemoryRegistry(Registry):
         why_not = Reason.NOT_WAITING
         for lot in lots:
             mark = world.marks.get(lot.name)
-            if mark is None and marked_only:
+            if (mark is None or mark.version == lot.seen) and marked_only:
                 continue
             reason = world.why_not(worker, lot.queue)
             if reason is None:
@@ -307,6 +307,10 @@ class MemoryRegistry(Registry):
                     answer = self._claim_from(worker, lots, now, marked_only=False)
                 claim = answer if isinstance(answer, Slot) else None
             return Released(ReleaseOutcome.RELEASED, claim, waiting)
+
+    def found_empty(self, lot: str, mark: int) -> bool:
+        with self._world.lock:
+            return self._still_waiting(lot, mark, self._world.tick())
 
     def _still_waiting(self, lot: str, version: int, now: float) -> bool:
         """Compare and clear the mark of a lot that was found empty."""

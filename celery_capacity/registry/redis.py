@@ -36,10 +36,10 @@ __all__ = ("RedisRegistry",)
 
 logger = logging.getLogger(__name__)
 
-_SLOTS = ("_base", "_slots")
+_SLOTS = ("_base", "_slots", "_settle")
 _CLAIMS = (*_SLOTS, "_claims")
 _CHOICE = (*_CLAIMS, "_choice")
-_MEMBERS = (*_CHOICE, "_members")
+_MEMBERS = (*_CHOICE, "_queues", "_members")
 
 _REGISTER = Script("register", *_MEMBERS)
 _HEARTBEAT = Script("heartbeat", *_SLOTS)
@@ -50,16 +50,17 @@ _DEREGISTER = Script("deregister", *_MEMBERS)
 _RESERVE = Script(
     "reserve",
     *_CHOICE,
-    rarely=("answer", "classes_of", "next_after", "refuse", "set_listed", "settle", "turns_of", "why_nobody"),
+    rarely=("answer", "classes_of", "drop_entry", "next_after", "refuse", "set_listed", "settle", "turns_of", "why_nobody"),
 )
 _RESERVE_WORKER = Script("reserve_worker", *_CLAIMS)
 _CLAIM_PARKED = Script("claim_parked", *_CLAIMS, "_lots")
 _COMMIT = Script("commit", *_SLOTS)
 _CANCEL = Script("cancel", *_SLOTS)
-_RELEASE = Script("release", *_CLAIMS, "_lots")
+_RELEASE = Script("release", *_CLAIMS, "_lots", "_marks")
 _SET_LIMIT = Script("set_limit", *_MEMBERS)
 _EXPIRE = Script("expire", *_MEMBERS)
 _FORGET = Script("forget", "_base")
+_FOUND_EMPTY = Script("found_empty", "_marks")
 _CENSUS = Script("census", *_CLAIMS, "_views")
 _OVERVIEW = Script("overview", *_SLOTS, "_views")
 
@@ -205,8 +206,7 @@ class RedisRegistry(Registry):
 
     def claim_parked(self, worker: str, epoch: int, lots: Sequence[Lot], *, marked_only: bool = True) -> Slot | Refusal:
         nonce = self._client.nonce()
-        pairs = _pairs((lot.name, lot.queue) for lot in lots)
-        reply = self._run(_CLAIM_PARKED, worker, epoch, nonce, int(marked_only), *pairs)
+        reply = self._run(_CLAIM_PARKED, worker, epoch, nonce, int(marked_only), *_flat(lots))
         return _claim(reply, nonce) if reply[0] else _refusal(reply)
 
     def commit(self, token: str, worker: str, epoch: int) -> CommitOutcome:
@@ -227,10 +227,13 @@ class RedisRegistry(Registry):
             nonce,
             lot or "",
             emptied.mark if emptied is not None else "",
-            *(_pairs((other.name, other.queue) for other in then.lots) if then is not None else ()),
+            *(_flat(then.lots) if then is not None else ()),
         )
         waiting, claim = (more + [None])[:2] if more else (0, None)
         return Released(_RELEASES[outcome], _claim(claim, nonce) if claim else None, bool(waiting))
+
+    def found_empty(self, lot: str, mark: int) -> bool:
+        return self._run(_FOUND_EMPTY, lot, mark) == [1]
 
     def cancel(self, token: str) -> ReleaseOutcome:
         return _RELEASES[self._run(_CANCEL, token)[0]]
@@ -301,6 +304,10 @@ def _optional(name: str | None) -> str:
 
 def _pairs(pairs: Iterable[tuple[str, str]]) -> list[str]:
     return [value for pair in pairs for value in pair]
+
+
+def _flat(lots: Iterable[Lot]) -> list[str | int]:
+    return [value for lot in lots for value in (lot.name, lot.queue, lot.seen)]
 
 
 def _triples(flat: list[Any]) -> Iterable[tuple[Any, Any, Any]]:

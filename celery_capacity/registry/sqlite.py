@@ -209,7 +209,7 @@ class SQLiteRegistry(Registry):
         refusal = Refusal(Reason.NOT_WAITING)
         for lot in lots:
             mark = tx.one(_MARK, {"ns": tx.ns, "lot": lot.name})
-            if mark is None and marked_only:
+            if (mark is None or mark[0] == lot.seen) and marked_only:
                 continue
             reason = why_not(tx, worker, lot.queue)
             if reason is None:
@@ -252,6 +252,11 @@ class SQLiteRegistry(Registry):
             if then is not None and then.epoch == slot.epoch:
                 claim = self._claim_freed(tx, slot, then, lot)
             return Released(ReleaseOutcome.RELEASED, claim, waiting)
+
+    def found_empty(self, lot: str, mark: int) -> bool:
+        with self._file.write() as tx:
+            rows.clear_mark(tx, lot, mark)
+            return tx.one(_MARK, {"ns": tx.ns, "lot": lot}) is not None
 
     def _claim_freed(self, tx: Transaction, slot: rows.SlotRow, then: Claim, emptied: str | None) -> Slot | None:
         rows.catch_up(tx)

@@ -281,6 +281,35 @@ class LotContract(ContractBase):
         assert queue_view(registry, "q").waiting
         assert slots_held(registry) == 0
 
+    def test_mark_that_was_seen_does_not_count_until_somebody_parks(self, registry: Registry) -> None:
+        epoch = registry.register(self.advert("w1", queues=("q", "r"), capacity=4))
+        self._park(registry, ttl_seconds=LONG_SECONDS)
+        first = claimed(registry.claim_parked("w1", epoch, [Q]))
+        seen = Lot("q", "q", first.mark)
+        assert unclaimed(registry.claim_parked("w1", epoch, [seen])) is Reason.NOT_WAITING
+        assert registry.release(first.token, epoch, then=Claim("w1", epoch, (seen,))).claim is None
+        other = claimed(registry.claim_parked("w1", epoch, [seen, R], marked_only=False))
+        assert (other.lot, other.mark) == ("q", first.mark), "on purpose it can be claimed all the same"
+        self._park(registry, ttl_seconds=LONG_SECONDS)
+        again = claimed(registry.release(other.token, epoch, then=Claim("w1", epoch, (seen,))).claim)
+        assert again.lot == "q"
+        assert again.mark != first.mark
+
+    def test_lot_can_be_found_empty_without_a_slot(self, registry: Registry) -> None:
+        epoch = registry.register(self.advert("w1"))
+        assert not registry.found_empty("q", 0)
+        self._park(registry, ttl_seconds=SHORT_SECONDS)
+        claim = claimed(registry.claim_parked("w1", epoch, [Q]))
+        registry.release(claim.token, epoch)
+        assert registry.found_empty("q", claim.mark), "the message may be on its way"
+        self._park(registry, ttl_seconds=SHORT_SECONDS)
+        newer = claimed(registry.claim_parked("w1", epoch, [Q]))
+        self.wait_until(lambda: not registry.found_empty("q", newer.mark))
+        assert not registry.found_empty("q", newer.mark)
+        self._park(registry, ttl_seconds=SHORT_SECONDS / 10)
+        self._advance(SHORT_SECONDS)
+        assert registry.found_empty("q", newer.mark), "somebody has parked since"
+
     def test_mark_stays_if_somebody_parked_since(self, registry: Registry) -> None:
         epoch = registry.register(self.advert("w1"))
         self._park(registry, ttl_seconds=SHORT_SECONDS / 10)

@@ -20,7 +20,7 @@ from support.servers import RedisServer
 from support.waiting import wait_until
 
 from celery_capacity.errors import InvalidAdvertError, RegistryError, RegistryUnavailable
-from celery_capacity.models import Advert, Claim, CommitOutcome, Demand, Lot, ReleaseOutcome, Slot, Standing
+from celery_capacity.models import Advert, Claim, CommitOutcome, Demand, Lot, Reason, ReleaseOutcome, Slot, Standing
 from celery_capacity.registry import Registry, Reservation, open_registry
 
 DEMAND = Demand("q", "t", ttl_seconds=600.0)
@@ -242,6 +242,26 @@ def test_lost_store_is_rebuilt_with_higher_epochs(server, registry):
     after = registry.claim_parked("w1", newer, LOTS)
     assert isinstance(after, Slot)
     assert after.mark > before.mark, "the answer to the mark before the loss must not clear this one"
+
+
+def test_worker_whose_key_was_evicted_stops_nobody_else(server, registry):
+    registry.register(advert("w1", lease_seconds=0.3, lapse_seconds=0.3))
+    epoch = registry.register(advert("w2", 100))
+    slot = take(registry, Demand("q", "t", ttl_seconds=0.3))
+    assert slot.worker == "w1", "the machine was too slow for the lease"
+    registry.drain("w2", "for a moment", 0.1)
+    with server.client() as client:
+        client.delete("{capacity:default}:worker:w1")
+        assert registry.reserve_worker("w1", slot.epoch, DEMAND).reason is Reason.NO_WORKER  # type: ignore[union-attr]
+        # It is still in the free sets, among those that serve the queue, and in what is due.
+        wait_until(lambda: isinstance(registry.select_and_reserve(DEMAND), Reservation), 10.0)
+        assert [w.name for w in registry.census("q").workers] == ["w2"]
+    wait_until(lambda: registry.heartbeat("w2", epoch).store_time > slot.deadline, 10.0)
+    assert take(registry).worker == "w2"
+    assert registry.expire("cleaner") == ()
+    newer = registry.register(advert("w1", 1))
+    assert {take(registry).worker for _ in range(2)} == {"w1", "w2"}
+    registry.heartbeat("w1", newer)
 
 
 def _unavailable(call: Callable[[], object]) -> tuple[RegistryUnavailable, float]:

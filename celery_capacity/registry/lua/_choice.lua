@@ -32,6 +32,15 @@ local function next_after(queue, classes, node, name)
   return first
 end
 
+-- An entry of a worker that is not there any more: its key was evicted or deleted, for nothing here leaves one.
+local function drop_entry(queue, classes, entry)
+  local node = string.match(entry, '^[^%z]*%z%d+%z%d+%z(.*)$')
+  for class in string.gmatch(classes, '[^,]+') do
+    call('ZREM', free_key(queue, class), entry)
+    call('ZREM', free_key(queue, class, node), entry)
+  end
+end
+
 -- The most useful reason why there is nobody, from at most 64 workers, so that refusing does not cost more in a
 -- larger fleet; those whose leases are newest come first.
 local USEFUL = {'FULL', 'DRAINING', 'UNKNOWN_CAPACITY', 'LATE', 'LAPSED'}
@@ -47,7 +56,7 @@ local function why_nobody(queue, task, node, classes)
   local found, any = {}, false
   for _, name in ipairs(names) do
     local worker = read_worker(name)
-    if string.find(classes, worker[10], 1, true) then
+    if worker[1] and string.find(classes, worker[10], 1, true) then
       local reason = unfit(worker)
       if reason == 'FULL' then return reason end
       found[reason or ''], any = true, true

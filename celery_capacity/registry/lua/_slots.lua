@@ -1,4 +1,4 @@
--- Shared: slots, and what is due.  A slot is a field "slot:<token>" of its worker: "R<deadline> <queue>" while it is
+-- Shared: slots.  A slot is a field "slot:<token>" of its worker: "R<deadline> <queue>" while it is
 -- reserved, "C<committed at> <queue>" once it is committed.
 
 -- A token names the worker it was made for; one that was put back elsewhere is found through the strays.
@@ -11,7 +11,7 @@ local function find(token)
   if not found or not found[1] then
     owner = call('HGET', PREFIX .. ':strays', token)
     found = owner and call('HMGET', worker_key(owner), field, 'epoch')
-    if not found then return end
+    if not found or not found[1] then return end
   end
   local kind, queue = string.match(found[1], '^(.)%d+ (.*)$')
   return owner, kind, queue, found[2]
@@ -44,30 +44,4 @@ local function put_back(name, token, queue)
   call('HINCRBY', queue_key(queue), 'held', 1)
   call('SADD', PREFIX .. ':queues', queue)
   return true
-end
-
--- Let everything happen that is due: reservations ("s<token>") end at their deadline, drains ("d<worker>") at theirs, and
--- leases ("l<worker>") when the heartbeat is late.
-local expired
-local function settle()
-  for _, entry in ipairs(call('ZRANGEBYSCORE', DUE, 0, now_text)) do
-    local kind, what = string.sub(entry, 1, 1), string.sub(entry, 2)
-    call('ZREM', DUE, entry)
-    if kind == 's' then
-      local owner, _, queue = find(what)
-      free(owner, what, 'R', queue)
-      expired = expired or {}
-      expired[#expired + 1] = what
-      expired[#expired + 1] = owner
-    else
-      if kind == 'd' then call('HDEL', worker_key(what), 'drain') end
-      refresh(what)
-    end
-  end
-end
-
--- Every script's reply goes through here, so that the reservations that it ended are reported.
-local function answer(reply)
-  if expired then return {'EXPIRED', expired, reply} end
-  return reply
 end

@@ -12,9 +12,10 @@ local function show_queue(queue, waiting)
   return {queue, counts[1] or '', tonumber(counts[2] or 0), waiting[queue] or 0}
 end
 
--- {the fields of read_worker, committed, queues as JSON, lease, host, pid, name, condition or '', reason or ''}.
+-- nil if its key is gone, else {the fields of read_worker, committed, queues as JSON, lease, host, pid, name, condition or '', reason or ''}.
 local function show_worker(name, reason)
   local worker = read_worker(name, 'committed', 'queues', 'lease', 'host', 'pid')
+  if not worker[1] then return end
   local condition, why = unfit(worker), nil
   if reason then why = reason(name, worker) else why = condition end
   worker[7] = worker[7] or ''

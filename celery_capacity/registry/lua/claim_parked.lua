@@ -1,5 +1,5 @@
 -- Claim a committed slot, to fetch one parked task with.
--- ARGV: worker; epoch; nonce of the token; '1' = marked lots only; then name and queue of each lot.
+-- ARGV: worker; epoch; nonce of the token; '1' = marked lots only; then name, queue and seen version of each lot.
 -- Returns as claim_from in _lots.lua.
 local name, epoch, nonce, marked = unpack(ARGV, 1, 4)
 settle()

@@ -6,7 +6,11 @@ settle()
 local lapsed, mine = {}, {}
 for _, name in ipairs(call('ZRANGEBYSCORE', PREFIX .. ':workers', 0, now_text)) do
   local epoch = call('HGET', worker_key(name), 'epoch')
-  for _, value in ipairs({name, epoch, bury(name)}) do lapsed[#lapsed + 1] = value end
+  if epoch then
+    for _, value in ipairs({name, epoch, bury(name)}) do lapsed[#lapsed + 1] = value end
+  else
+    call('ZREM', PREFIX .. ':workers', name) -- its key was evicted or deleted
+  end
 end
 local gone = call('HGETALL', PREFIX .. ':gone')
 for i = 1, #gone, 2 do

@@ -1,6 +1,6 @@
 -- Give a slot back; perhaps turn it into a claim for a parked task; perhaps clear the mark of a lot found empty.
 -- ARGV: token; epoch of the speaker, or ''; worker and epoch of the claim to make, or ''; '1' = marked lots only; nonce of
--- its token; lot found empty, or ''; version of its mark that was seen; then name and queue of each lot.
+-- its token; lot found empty, or ''; version of its mark that was seen; then name, queue and seen version of each lot.
 -- Returns {name of a ReleaseOutcome} or {'RELEASED', 1 if the empty lot is still marked, claim as in _lots.lua or nil}.
 local token, epoch, name, claim_epoch, marked, nonce, emptied, version = unpack(ARGV, 1, 8)
 settle()
@@ -9,16 +9,7 @@ if not owner then return answer({'ALREADY'}) end
 if epoch ~= '' and epoch ~= current then return answer({'STALE'}) end
 free(owner, token, kind, queue)
 
-local waiting = 0
-if emptied ~= '' then
-  local mark = call('HGET', PREFIX .. ':marks', emptied)
-  local seen, till = string.match(mark or '', '^(%d+) (%d+)')
-  if seen == version and now >= tonumber(till) then
-    call('HDEL', PREFIX .. ':marks', emptied)
-  elseif mark then
-    waiting = 1
-  end
-end
+local waiting = emptied ~= '' and still_waiting(emptied, version) or 0
 if name ~= owner or claim_epoch ~= current then return answer({'RELEASED', waiting}) end
 
 local skip = emptied ~= '' and emptied or nil

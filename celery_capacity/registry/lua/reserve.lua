@@ -30,25 +30,31 @@ if known ~= generation then
   classes, last = lib.classes_of(queue, task), last or ''
 end
 
-local entry
-if pinned or #classes ~= 16 then
-  lib = lib or rarely()
-  entry = lib.next_after(queue, classes, pinned, last) or lib.next_after(queue, classes, pinned, '')
-else
-  local free = PREFIX .. ':free:' .. classes .. '::' .. queue
-  entry = call('ZRANGEBYLEX', free, '(' .. last .. '\1', '+', 'LIMIT', '0', '1')[1]
-    or call('ZRANGEBYLEX', free, '-', '+', 'LIMIT', '0', '1')[1]
-end
-if not entry then
-  lib = lib or rarely()
-  return refused(lib.why_nobody(queue, task, pinned, classes), nil, ARGV[6], ARGV[4], 'NO_WORKER')
-end
+local entry, name, epoch, capacity, worker, count
+repeat
+  if pinned or #classes ~= 16 then
+    lib = lib or rarely()
+    entry = lib.next_after(queue, classes, pinned, last) or lib.next_after(queue, classes, pinned, '')
+  else
+    local free = PREFIX .. ':free:' .. classes .. '::' .. queue
+    entry = call('ZRANGEBYLEX', free, '(' .. last .. '\1', '+', 'LIMIT', '0', '1')[1]
+      or call('ZRANGEBYLEX', free, '-', '+', 'LIMIT', '0', '1')[1]
+  end
+  if not entry then
+    lib = lib or rarely()
+    return refused(lib.why_nobody(queue, task, pinned, classes), nil, ARGV[6], ARGV[4], 'NO_WORKER')
+  end
+  name, epoch, capacity = string.match(entry, '^([^%z]*)%z(%d+)%z(%d+)')
+  worker = PREFIX .. ':worker:' .. name
+  count = call('HMGET', worker, 'held', 'last_deadline', 'listed')
+  if count[3] ~= entry then
+    lib = lib or rarely()
+    lib.drop_entry(queue, classes, entry)
+  end
+until count[3] == entry
 
-local name, epoch, capacity = string.match(entry, '^([^%z]*)%z(%d+)%z(%d+)')
 local deadline = now + ARGV[4]
 local at, token = string.format('%.0f', deadline), ARGV[5] .. '.' .. epoch .. '.' .. name
-local worker = PREFIX .. ':worker:' .. name
-local count = call('HMGET', worker, 'held', 'last_deadline')
 local latest = #count[2] == 16 and count[2] > at and count[2] or at
 call('ZADD', DUE, at, 's' .. token)
 call('HSET', worker, 'slot:' .. token, 'R' .. at .. ' ' .. queue, 'held', count[1] + 1, 'last_deadline', latest)
