@@ -12,7 +12,7 @@ import importlib.util
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from celery_capacity.registry import Registry
 
 from .journal import Journal
 from .sampling import Sampler
-from .servers import RabbitServer, RedisServer, shared_rabbit_url, unique
+from .servers import RedisServer, shared_rabbit_url, unique
 from .tasks_app import build_app
 from .waiting import wait_until
 from .workers import WorkerProcess, end_workers
@@ -136,9 +136,7 @@ class Fleet:
         for worker in self.workers.values():
             if worker.started:
                 worker.wait_ready(limit)
-        names = {
-            worker.nodename for worker in self.workers.values() if worker.running and "1" == worker.env[_PLUGIN]
-        }
+        names = {worker.nodename for worker in self.workers.values() if worker.running and worker.env[_PLUGIN] == "1"}
         self.wait(lambda: names <= {view.name for view in self.views() if view.capacity is not None}, limit, "capacity")
 
     def close(self) -> None:
@@ -225,9 +223,7 @@ class Fleet:
 
     def runs(self, prefix: str, count: int = 0, limit: float = 0.0, *, ended: bool = False) -> list[Any]:
         def seen() -> list[Any]:
-            return [
-                run for run in self.journal.runs() if run.key.startswith(prefix) and (not ended or not run.open)
-            ]
+            return [run for run in self.journal.runs() if run.key.startswith(prefix) and (not ended or not run.open)]
 
         what = f"{count} runs of {prefix}* to have {'ended' if ended else 'started'}"
         try:
@@ -393,5 +389,5 @@ class Fleets:
         return fleet, stack
 
     def _end(self, key: str) -> None:
-        fleet, stack = self._kept.pop(key)
+        _fleet, stack = self._kept.pop(key)
         stack.close()
