@@ -302,7 +302,8 @@ class TestLeftAlone:
             fleet.wait(lambda: not fleet.held(), 10, "all slots to be free")
             assert fleet.complaints() == []
 
-    @pytest.mark.parametrize("broker_kind", ["redis", "rabbitmq"])
+    # Not on Redis: there, Kombu 5.7 puts what a fresh producer broadcasts into a list, without the plugin, too.
+    @pytest.mark.parametrize("broker_kind", ["rabbitmq"])
     def test_a_broadcast_reaches_every_worker(self, fleets: Fleets, broker_kind: str, key: str) -> None:
         name = unique("broadcast")
         workers = {"w1@north": {}, "w2@south": {}}

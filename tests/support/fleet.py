@@ -147,7 +147,10 @@ class Fleet:
         if runtime is not None:
             runtime.registry.close()
         if self.backend:
-            self.app.backend.result_consumer.stop()
+            consumer = self.app.backend.result_consumer
+            consumer.stop()
+            # Or a result that is collected later would try to unsubscribe, at a server that may be gone.
+            consumer._pubsub = None
             self.app.backend.client.close()
         self.app.close()
 
