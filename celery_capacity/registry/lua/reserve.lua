@@ -48,11 +48,10 @@ local name, epoch, capacity = string.match(entry, '^([^%z]*)%z(%d+)%z(%d+)')
 local deadline = now + ARGV[4]
 local at, token = string.format('%.0f', deadline), ARGV[5] .. '.' .. epoch .. '.' .. name
 local worker = PREFIX .. ':worker:' .. name
-local count = call('HMGET', worker, 'held', 'last_deadline')
-local latest = #count[2] == 16 and count[2] > at and count[2] or at
+local count = call('HGET', worker, 'held') + 1
 call('ZADD', DUE, at, 's' .. token)
-call('HSET', worker, 'slot:' .. token, 'R' .. at .. ' ' .. queue, 'held', count[1] + 1, 'last_deadline', latest)
-if count[1] + 1 >= tonumber(capacity) then
+call('HSET', worker, 'slot:' .. token, 'R' .. at .. ' ' .. queue, 'held', count)
+if count >= tonumber(capacity) then
   lib = lib or rarely()
   lib.set_listed(name, entry, '')
 end
