@@ -323,7 +323,8 @@ class LapsedWorker:
     """A worker that is gone and whose own queue still has to be looked after.
 
     ``settled``: no reservation for it can be in flight any more, so that an empty own queue can be deleted
-    and the entry forgotten.
+    and the entry forgotten.  In flight may be what was reserved and not committed when it went, or when it
+    registered anew, until its deadline.  What was committed has arrived; what was cancelled was never sent.
     """
 
     name: str

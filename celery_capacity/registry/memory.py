@@ -99,10 +99,10 @@ class MemoryRegistry(Registry):
             older = world.workers.get(advert.worker)
             gone = world.gone.pop(advert.worker, None)
             if older is not None:
+                worker.inherited_until = world.settled_at(older)
                 world.withdraw(older)
-                worker.last_deadline = older.last_deadline
             elif gone is not None:
-                worker.last_deadline = gone.settled_at
+                worker.inherited_until = gone.settled_at
             for slot in slots:
                 world.put_back(worker, slot, now)
             world.enroll(worker, now)

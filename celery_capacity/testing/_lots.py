@@ -245,9 +245,10 @@ class LotContract(ContractBase):
         claim = claimed(registry.claim_parked("w1", epoch, [Q], marked_only=False))
         then = Claim("w1", epoch, (Q, R), marked_only=False)
         released = registry.release(claim.token, epoch, then=then, emptied=claim)
-        assert (claimed(released.claim).lot, released.waiting) == ("r", False)
+        claim = claimed(released.claim)
+        assert (claim.lot, released.waiting) == ("r", False)
         then = Claim("w1", epoch, (R,), marked_only=False)
-        released = registry.release(released.claim.token, epoch, then=then, emptied=released.claim)
+        released = registry.release(claim.token, epoch, then=then, emptied=claim)
         assert released.claim is None
         assert slots_held(registry) == 0
 
