@@ -148,6 +148,9 @@ class Fleet:
         runtime = self.app.__dict__.get("capacity")
         if runtime is not None:
             runtime.registry.close()
+        if self.backend:
+            self.app.backend.result_consumer.stop()
+            self.app.backend.client.close()
         self.app.close()
 
     # -- the registry ------------------------------------------------------------------------------------
