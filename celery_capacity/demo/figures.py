@@ -33,6 +33,8 @@ class Figures:
     p95: float
     perfect_p50: float
     perfect_p95: float
+    longest: float
+    perfect_longest: float
     #: By worker.
     most_held: dict[str, int]
     ran: dict[str, int]
@@ -82,6 +84,8 @@ def measure(waves: Sequence[Sequence[Sent]], journal: Journal) -> Figures:
         p95=quantile(waits, 0.95),
         perfect_p50=quantile(perfect_waits, 0.5),
         perfect_p95=quantile(perfect_waits, 0.95),
+        longest=max(waits),
+        perfect_longest=max(perfect_waits),
         most_held={worker: journal.most_held(worker) for worker in WORKERS},
         ran=ran,
         pinned=sum(sent.job.node is not None for sent in everything),

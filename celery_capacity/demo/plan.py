@@ -15,7 +15,8 @@ WORKERS = ("w1@north", "w2@north", "w3@south", "w4@south")
 SLOTS = 2
 LONG_SECONDS = 2.0
 SHORT_SECONDS = 0.05
-_LONG = 5
+#: Fewer than the fleet has slots: a perfect queue always has one for the short tasks.
+_LONG = 6
 _SHORT = 32
 #: Every n-th task is pinned, to the nodes in turn.
 _PINNED = {"long": 4, "short": 4}
