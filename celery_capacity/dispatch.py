@@ -8,6 +8,7 @@ the task id, the eta and the outcome of the publish are known together.  A reser
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from .outage import Outage
     from .settings import Settings
 
-__all__ = ("CapacityAMQPMixin", "CapacityAMQP", "Dispatcher", "lot_queue", "own_queue")
+__all__ = ("CapacityAMQP", "CapacityAMQPMixin", "Dispatcher", "lot_queue", "own_queue")
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +41,12 @@ POLICIES = ("park", "refuse")
 RETRY_AFTER_SECONDS = 1.0
 #: At most one "no worker for queue" warning a queue in this many seconds.
 UNSERVED_WARNING_SECONDS = 60.0
+#: For this long after a refusal, tasks of the same kind are parked without asking again.  The refusal has set the
+#: lot's mark, which stands for at least ``reservation_seconds``, so no wake-up is lost; and a slot that comes
+#: free in between goes to a parked task anyway.  It takes most of the registry's cost out of a burst.
+REFUSED_SECONDS = 0.005
+#: Kinds of dispatch that are remembered; names may be made up by the caller, so there is an end to it.
+_KINDS = 10_000
 
 
 def own_queue(namespace: str, worker: str, arguments: Mapping[str, Any] | None = None) -> Queue:
@@ -108,15 +115,15 @@ class CapacityAMQP(CapacityAMQPMixin, AMQP):  # type: ignore[misc]
 class Dispatcher:
     """Sends a task message: to the worker whose slot was claimed, to a lot, or as Celery would."""
 
-    def __init__(
-        self, app: Any, settings: Settings, registry: Callable[[], Registry], outage: Outage
-    ) -> None:
+    def __init__(self, app: Any, settings: Settings, registry: Callable[[], Registry], outage: Outage) -> None:
         self.app = app
         self.settings = settings
         self._registry = registry
         self._outage = outage
         self._own_queues: dict[str, Queue] = {}
         self._unserved_warned: dict[str, float] = {}
+        #: Until when a kind of dispatch is known to be refused, on the monotonic clock.
+        self._refused: dict[tuple[str, str, str | None], float] = {}
 
     def send(
         self,
@@ -162,6 +169,9 @@ class Dispatcher:
             return publish_plain()
         policy = when_full or self.settings.policy_for(target.name)
         lot = node_lot(self.settings.namespace, target.name, node) if node else target.name
+        kind = (target.name, name, node)
+        if policy == "park" and time.monotonic() < self._refused.get(kind, 0.0):
+            return self._park(sender, producer, name, message, target, lot, kept, clean, publish_plain, options)
         demand = Demand(
             queue=target.name,
             task=name,
@@ -172,6 +182,9 @@ class Dispatcher:
         )
         try:
             claim = self._outage.call(self._registry().select_and_reserve, demand)
+            if isinstance(claim, Refusal) and policy == "refuse":
+                # In here, since the registry may go away before it has said why.
+                self._refuse(demand, claim)
         except RegistryError:
             if self.settings.on_registry_error == "raise":
                 raise
@@ -179,10 +192,9 @@ class Dispatcher:
             return self._park(sender, producer, name, message, target, lot, kept, clean, publish_plain, options)
         if isinstance(claim, Refusal):
             if not claim.served:
-                self._nobody_serves(demand, policy)
+                self._nobody_serves(demand)
                 return publish_plain()
-            if policy == "refuse":
-                raise self._exhausted(demand, claim)
+            self._note_refused(kind)
             return self._park(sender, producer, name, message, target, lot, kept, clean, publish_plain, options)
         with claim:
             origin = {"queue": target.name, "exchange": exchange_name(target), "routing_key": rkey(target, routing_key)}
@@ -214,16 +226,14 @@ class Dispatcher:
             return None  # the caller's own destination: a router's queue was only merged in beside it
         if kind == "direct":
             return queue
-        if kind == "topic" and not exchange and self._only_reader(queue):
+        if kind == "topic" and not exchange and _matches(queue, routing_key) and self._only_reader(queue):
             return queue
         return None
 
     def _only_reader(self, queue: Queue) -> bool:
         exchange = exchange_name(queue)
         queues = self.app.amqp.queues
-        return not any(
-            other.name != queue.name and exchange_name(other) == exchange for other in dict.values(queues)
-        )
+        return not any(other.name != queue.name and exchange_name(other) == exchange for other in dict.values(queues))
 
     # -- what with -------------------------------------------------------------------------------------
 
@@ -231,7 +241,9 @@ class Dispatcher:
         if node is None or when_full is None:
             task = self.app._tasks.get(name) if isinstance(self.app._tasks, dict) else None
             if task is not None:
-                node = node if node is not None else getattr(task, "node", None)
+                own = getattr(task, "node", None)
+                # An attribute of that name that is no name of a node has another meaning in this app.
+                node = own if node is None and isinstance(own, str) and own else node
                 when_full = when_full if when_full is not None else getattr(task, "when_full", None)
         if node is not None and (not isinstance(node, str) or not node):
             raise ConfigurationError("node", node, "the name of a node, a non-empty string")
@@ -292,6 +304,11 @@ class Dispatcher:
         options = {**options, "exchange_type": "direct"}
         return sender(producer, name, message, queue=parked, headers={**headers, HEADER: header}, **options)
 
+    def _note_refused(self, kind: tuple[str, str, str | None]) -> None:
+        if len(self._refused) >= _KINDS:
+            self._refused.clear()
+        self._refused[kind] = time.monotonic() + min(REFUSED_SECONDS, self.settings.reservation_seconds / 4)
+
     def _own_queue(self, slot: Slot) -> Queue:
         queue = self._own_queues.get(slot.worker)
         if queue is None:
@@ -300,19 +317,17 @@ class Dispatcher:
 
     # -- when nobody can take it -----------------------------------------------------------------------
 
-    def _nobody_serves(self, demand: Demand, policy: str) -> None:
-        """No capacity worker serves the queue: exactly plain Celery, unless there is a fleet that refuses."""
-        if policy == "refuse":
-            census = self._outage.call(self._registry().census, demand.queue, demand.task, demand.node)
-            if self._outage.call(self._registry().overview).workers:
-                raise CapacityExhausted(
-                    demand.queue,
-                    demand.task,
-                    f"no worker for queue {demand.queue!r}",
-                    census,
-                    RETRY_AFTER_SECONDS,
-                )
-            return
+    def _refuse(self, demand: Demand, refusal: Refusal) -> None:
+        """Raise, unless there is no capacity worker at all: then it is exactly plain Celery."""
+        reason = refusal.reason.value
+        if not refusal.served:
+            if not self._outage.call(self._registry().overview).workers:
+                return
+            reason = f"no worker for queue {demand.queue!r}"
+        census = self._outage.call(self._registry().census, demand.queue, demand.task, demand.node)
+        raise CapacityExhausted(demand.queue, demand.task, reason, census, RETRY_AFTER_SECONDS)
+
+    def _nobody_serves(self, demand: Demand) -> None:
         now = time.monotonic()
         if now >= self._unserved_warned.get(demand.queue, now):
             self._unserved_warned[demand.queue] = now + UNSERVED_WARNING_SECONDS
@@ -322,11 +337,16 @@ class Dispatcher:
                 extra={"action": "unserved", "queue": demand.queue},
             )
 
-    def _exhausted(self, demand: Demand, refusal: Refusal) -> CapacityExhausted:
-        census = self._outage.call(self._registry().census, demand.queue, demand.task, demand.node)
-        return CapacityExhausted(
-            demand.queue, demand.task, refusal.reason.value, census, RETRY_AFTER_SECONDS
-        )
+
+def _matches(queue: Queue, routing_key: str | None) -> bool:
+    """Whether a message with this routing key reaches the queue through its topic exchange."""
+    if routing_key is None or not queue.routing_key:
+        return True
+    words = (re.escape(word) for word in queue.routing_key.split("."))
+    pattern = r"\.".join({r"\*": r"[^.]+", r"\#": r".*", "#": r".*"}.get(word, word) for word in words)
+    # "#" is any number of words, none among them.
+    pattern = pattern.replace(r"\..*", r"(\..*)?").replace(r".*\.", r"(.*\.)?")
+    return re.fullmatch(pattern, routing_key) is not None
 
 
 def exchange_name(queue: Queue) -> str:

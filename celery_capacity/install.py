@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from celery.app.amqp import AMQP
 from celery.utils.imports import symbol_by_name
@@ -13,8 +13,9 @@ from .dispatch import CapacityAMQPMixin, Dispatcher
 from .outage import Outage
 from .registry import Registry, open_registry
 from .settings import Settings
-from .worker.agent import WorkerAgent
-from .worker.steps import Announce, Gate
+
+if TYPE_CHECKING:
+    from .worker.agent import WorkerAgent
 
 __all__ = ("Runtime", "install")
 
@@ -87,6 +88,8 @@ class Runtime:
 
     def employ(self, controller: Any) -> WorkerAgent:
         """The agent of a worker that is being set up."""
+        from .worker.agent import WorkerAgent
+
         agent = WorkerAgent(controller, self.settings, self.registry, self.open_registry, self.outage)
         self.agents.append(agent)
         return agent
@@ -117,8 +120,9 @@ def install(app: Any) -> Runtime:
         return present
     runtime = app.capacity = Runtime(app)
     _hook_producer(app)
-    app.steps["worker"].add(Announce)
-    app.steps["consumer"].add(Gate)
+    # By name: a producer need not import the worker's side.
+    app.steps["worker"].add("celery_capacity.worker.steps:Announce")
+    app.steps["consumer"].add("celery_capacity.worker.steps:Gate")
     if app.configured:
         _ = runtime.settings
     return runtime
@@ -138,5 +142,3 @@ def _hook_producer(app: Any) -> None:
     if "queues" in old.__dict__:
         new.queues = old.queues
     app.amqp = new
-
-

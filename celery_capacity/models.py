@@ -186,10 +186,16 @@ class Slot:
 
 @dataclass(frozen=True)
 class Lot:
-    """A durable place where tasks of ``queue`` wait; the default lot of a queue has the queue's name."""
+    """A durable place where tasks of ``queue`` wait; the default lot of a queue has the queue's name.
+
+    ``seen`` is the version of a mark with which the caller has found the lot empty: a mark of that version does
+    not count as set for this caller, who looks again by itself.  So a mark that has to stay, since a message may
+    still be on its way, does not cost every release a fetch.
+    """
 
     name: str
     queue: str
+    seen: int = 0
 
 
 @dataclass(frozen=True)
@@ -197,7 +203,8 @@ class Claim:
     """Asks that a freed slot be turned, in the same atomic step, into a claim for a parked task.
 
     ``lots`` are looked at in the order given; the first whose mark is set and whose queue's limit has room
-    is claimed.
+    is claimed.  Without ``marked_only``, if there is none, the first whose queue's limit has room is claimed
+    though nobody said that a task waits there: for tasks of producers that set no marks.
     """
 
     worker: str

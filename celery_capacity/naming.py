@@ -12,12 +12,17 @@ HEADER = "capacity"
 
 def own_queue_name(namespace: str, worker: str) -> str:
     """The durable queue that only ``worker`` consumes."""
-    return f"capacity.{namespace}.{worker}"
+    return f"capacity.{_part(namespace)}.{worker}"
 
 
 def node_lot(namespace: str, queue: str, node: str) -> str:
     """The durable lot where tasks of ``queue`` that are pinned to ``node`` wait."""
-    return f"capacity.{namespace}.lot.{queue}.{node}"
+    return f"capacity.{_part(namespace)}.lot.{_part(queue)}.{node}"
+
+
+def unknown_lot(namespace: str, queue: str) -> str:
+    """The durable lot of ``queue`` for tasks that the worker which fetched them does not know."""
+    return f"capacity.{_part(namespace)}.unknown.{queue}"
 
 
 def node_of(worker: str) -> str:
@@ -31,6 +36,6 @@ def new_token(worker: str, epoch: int) -> str:
     return f"{uuid4().hex}.{epoch}.{worker}"
 
 
-def unknown_lot(namespace: str, queue: str) -> str:
-    """The durable lot of ``queue`` for tasks that the worker which fetched them does not know."""
-    return f"capacity.{namespace}.unknown.{queue}"
+def _part(name: str) -> str:
+    # Or queue "gpu.test" on node "a" would share its lot with queue "gpu" on node "test.a".
+    return name.replace("%", "%25").replace(".", "%2E")

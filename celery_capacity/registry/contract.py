@@ -122,18 +122,15 @@ class Registry(ABC):
         return [self.select_and_reserve(demand) for demand in demands]
 
     @abstractmethod
-    def reserve_worker(
-        self, worker: str, epoch: int, demand: Demand, *, commit: bool = False
-    ) -> Reservation | Refusal:
+    def reserve_worker(self, worker: str, epoch: int, demand: Demand, *, commit: bool = False) -> Reservation | Refusal:
         """Claim a slot on one named worker, checking all of its eligibility now.  No cursor is moved.
 
-        With ``commit`` the slot is committed from the start: for a worker that claims for itself.
+        With ``commit`` the slot is committed from the start, and the reservation handed over: for a worker that
+        claims for itself.
         """
 
     @abstractmethod
-    def claim_parked(
-        self, worker: str, epoch: int, lots: Sequence[Lot], *, marked_only: bool = True
-    ) -> Slot | Refusal:
+    def claim_parked(self, worker: str, epoch: int, lots: Sequence[Lot], *, marked_only: bool = True) -> Slot | Refusal:
         """Claim a committed slot on this worker, to fetch one parked task with.
 
         The first of ``lots`` whose mark is set (or simply the first, without ``marked_only``) and whose
@@ -152,8 +149,8 @@ class Registry(ABC):
 
         ``epoch``, if given, is the epoch of the worker that speaks; one that does not hold the token
         changes nothing.  ``then``: turn the slot that was freed by this very call into a claim for a parked
-        task, if one of the lots is marked, the worker is eligible but for being full, and it is not above
-        its capacity.  ``emptied`` is the claim whose lot was found empty: its mark is cleared, unless
+        task, if one of the lots is marked (or without a mark: see :class:`~celery_capacity.models.Claim`),
+        the worker is eligible but for being full, and it is not above its capacity.  ``emptied`` is the claim whose lot was found empty: its mark is cleared, unless
         somebody has parked since (another version) or the last parked message may still be on its way
         (parked less than the demand's ``ttl_seconds`` ago); and it is not claimed again by ``then``.
         """
@@ -215,7 +212,8 @@ class Reservation:
     """A slot that was claimed and must now be handed over or given back.
 
     Use it as a context manager: leaving the block without :meth:`commit` or :meth:`transfer` gives the slot
-    back.  If that fails, an error naming the worker and the token is logged, since the slot is lost until
+    back.  A slot that is committed already (``reserve_worker(..., commit=True)``) counts as handed over: its worker
+    holds it until :meth:`Registry.release`, and leaving the block does nothing.  If that fails, an error naming the worker and the token is logged, since the slot is lost until
     its deadline; the exception that left the block is never replaced.
     """
 
@@ -224,7 +222,7 @@ class Reservation:
     def __init__(self, registry: Registry, slot: Slot) -> None:
         self._registry = registry
         self.slot = slot
-        self._open = True
+        self._open = not slot.committed
 
     def commit(self) -> Slot:
         """Take the slot over for the worker it is on.  A second call is harmless.

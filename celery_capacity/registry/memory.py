@@ -255,7 +255,7 @@ class MemoryRegistry(Registry):
         why_not = Reason.NOT_WAITING
         for lot in lots:
             mark = world.marks.get(lot.name)
-            if mark is None and marked_only:
+            if (mark is None or mark.version == lot.seen) and marked_only:
                 continue
             reason = world.why_not(worker, lot.queue)
             if reason is None:
@@ -303,6 +303,8 @@ class MemoryRegistry(Registry):
             if then is not None and worker.status == READY and (worker.name, worker.epoch) == (then.worker, then.epoch):
                 lots = [other for other in then.lots if other.name != lot]
                 answer = self._claim_from(worker, lots, now, marked_only=True)
+                if isinstance(answer, Refusal) and not then.marked_only:
+                    answer = self._claim_from(worker, lots, now, marked_only=False)
                 claim = answer if isinstance(answer, Slot) else None
             return Released(ReleaseOutcome.RELEASED, claim, waiting)
 

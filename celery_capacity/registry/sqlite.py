@@ -209,7 +209,7 @@ class SQLiteRegistry(Registry):
         refusal = Refusal(Reason.NOT_WAITING)
         for lot in lots:
             mark = tx.one(_MARK, {"ns": tx.ns, "lot": lot.name})
-            if mark is None and marked_only:
+            if (mark is None or mark[0] == lot.seen) and marked_only:
                 continue
             reason = why_not(tx, worker, lot.queue)
             if reason is None:
@@ -260,6 +260,8 @@ class SQLiteRegistry(Registry):
             return None
         lots = [lot for lot in then.lots if lot.name != emptied]
         answer = self._claim_from(tx, worker, lots, marked_only=True)
+        if isinstance(answer, Refusal) and not then.marked_only:
+            answer = self._claim_from(tx, worker, lots, marked_only=False)
         return answer if isinstance(answer, Slot) else None
 
     def cancel(self, token: str) -> ReleaseOutcome:

@@ -205,6 +205,52 @@ class LotContract(ContractBase):
         claimed(registry.release(slots[2].token, epoch, then=then).claim)
         assert view(registry, "w1").held == 1
 
+    def _release_then_any(self, registry: Registry, *lots: Lot) -> Slot | None:
+        """As :meth:`_release_then`, for unmarked lots too."""
+        epoch = view(registry, "w1").epoch
+        slot = take(registry, self.demand())
+        registry.commit(slot.token, "w1", epoch)
+        return registry.release(slot.token, epoch, then=Claim("w1", epoch, lots, marked_only=False)).claim
+
+    def test_release_can_claim_an_unmarked_lot_on_purpose(self, registry: Registry) -> None:
+        registry.register(self.advert("w1", queues=("q", "r"), capacity=9))
+        claim = claimed(self._release_then_any(registry, R, Q))
+        assert (claim.lot, claim.queue, claim.mark, claim.committed) == ("r", "r", 0, True)
+        registry.set_limit("r", 1)
+        assert claimed(self._release_then_any(registry, R, Q)).lot == "q", "the limit of r has no room"
+        assert self._release_then_any(registry, R) is None
+        assert self._release_then_any(registry) is None
+
+    def test_marked_lots_come_first_in_a_release(self, registry: Registry) -> None:
+        registry.register(self.advert("w1", queues=("q", "r"), capacity=9))
+        self._park(registry, R)
+        claim = claimed(self._release_then_any(registry, Q, R))
+        assert claim.lot == "r"
+        assert claim.mark > 0
+        registry.set_limit("r", 1)
+        assert claimed(self._release_then_any(registry, Q, R)).lot == "q", "the marked one has no room"
+
+    def test_unmarked_claim_on_a_worker_that_may_not_be_chosen(self, registry: Registry) -> None:
+        epoch = registry.register(self.advert("w1", capacity=2))
+        slots = [take(registry, self.demand()) for _ in range(2)]
+        then = Claim("w1", epoch, (Q,), marked_only=False)
+        registry.drain("w1", "why")
+        assert registry.release(slots[0].token, epoch, then=then).claim is None
+        registry.admit("w1")
+        assert registry.release(slots[1].token, epoch - 1, then=then).outcome is ReleaseOutcome.STALE
+        assert slots_held(registry) == 1
+
+    def test_emptied_lot_is_not_claimed_again_without_a_mark_either(self, registry: Registry) -> None:
+        epoch = registry.register(self.advert("w1", queues=("q", "r")))
+        claim = claimed(registry.claim_parked("w1", epoch, [Q], marked_only=False))
+        then = Claim("w1", epoch, (Q, R), marked_only=False)
+        released = registry.release(claim.token, epoch, then=then, emptied=claim)
+        assert (claimed(released.claim).lot, released.waiting) == ("r", False)
+        then = Claim("w1", epoch, (R,), marked_only=False)
+        released = registry.release(released.claim.token, epoch, then=then, emptied=released.claim)
+        assert released.claim is None
+        assert slots_held(registry) == 0
+
     # -- an empty lot ------------------------------------------------------------------------------------
 
     def test_mark_is_cleared_once_the_last_parked_message_must_have_arrived(self, registry: Registry) -> None:
@@ -234,6 +280,20 @@ class LotContract(ContractBase):
         assert released.claim is None, "the lot that was just found empty is not claimed again at once"
         assert queue_view(registry, "q").waiting
         assert slots_held(registry) == 0
+
+    def test_mark_that_was_seen_does_not_count_until_somebody_parks(self, registry: Registry) -> None:
+        epoch = registry.register(self.advert("w1", queues=("q", "r"), capacity=4))
+        self._park(registry, ttl_seconds=LONG_SECONDS)
+        first = claimed(registry.claim_parked("w1", epoch, [Q]))
+        seen = Lot("q", "q", first.mark)
+        assert unclaimed(registry.claim_parked("w1", epoch, [seen])) is Reason.NOT_WAITING
+        assert registry.release(first.token, epoch, then=Claim("w1", epoch, (seen,))).claim is None
+        other = claimed(registry.claim_parked("w1", epoch, [seen, R], marked_only=False))
+        assert (other.lot, other.mark) == ("q", first.mark), "on purpose it can be claimed all the same"
+        self._park(registry, ttl_seconds=LONG_SECONDS)
+        again = claimed(registry.release(other.token, epoch, then=Claim("w1", epoch, (seen,))).claim)
+        assert again.lot == "q"
+        assert again.mark != first.mark
 
     def test_mark_stays_if_somebody_parked_since(self, registry: Registry) -> None:
         epoch = registry.register(self.advert("w1"))

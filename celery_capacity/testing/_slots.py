@@ -188,6 +188,18 @@ class SlotContract(ContractBase):
         claim.release()
         assert (view(registry, "w1").reserved, view(registry, "w1").committed) == (1, 1)
 
+    def test_slot_committed_from_the_start_outlives_the_block(self, registry: Registry) -> None:
+        epoch = registry.register(self.advert("w1"))
+        answer = registry.reserve_worker("w1", epoch, self.demand(), commit=True)
+        assert isinstance(answer, Reservation)
+        assert "handed over" in repr(answer)
+        with answer as claim:
+            pass
+        claim.release()
+        assert claim.commit() == claim.slot
+        assert view(registry, "w1").committed == 1
+        assert registry.release(claim.slot.token, epoch).outcome is ReleaseOutcome.RELEASED
+
     def test_committing_a_lost_reservation_raises(self, registry: Registry) -> None:
         registry.register(self.advert("w1"))
         with self._reserve(registry) as claim:

@@ -55,6 +55,12 @@ class Acceptance:
         if mail.task is not None and mail.task not in self.agent.app.tasks and slot.queue in self.agent.managed:
             self._unknown(message, mail, slot)
             return
+        if mail.node is not None and mail.node != self.agent.node and slot.queue in self.agent.managed:
+            # From the shared queue: it has a countdown, or was sent when nobody served the queue.  It needs no slot
+            # here: as soon as it is due, it goes to its node.
+            self.gatekeeper.give_back(slot)
+            self.deliver(message, mail, slot.queue, None)
+            return
         self.deliver(message, mail, slot.queue if slot.queue in self.agent.managed else mail.queue, slot)
 
     def deliver(self, message: Any, mail: Mail, queue: str | None, slot: Slot | None) -> None:
@@ -79,7 +85,9 @@ class Acceptance:
         slot = self.gatekeeper.mover.move(message, mail, queue)
         if slot is not None:
             # A slot has come free here in the meantime.
-            taken = self._take_over(Mail(mail.task, mail.task_id, queue, mail.node, slot.token, slot.epoch, mail.origin))
+            taken = self._take_over(
+                Mail(mail.task, mail.task_id, queue, mail.node, slot.token, slot.epoch, mail.origin)
+            )
             if taken is None:
                 raise ReservationRace(f"slot {slot.token} was lost before it could be committed")
             self.accept(message, mail, taken)
@@ -94,22 +102,24 @@ class Acceptance:
         if agent.ledger.holds(mail.token):
             # The broker delivers it again while it runs here (its acknowledgement was lost): a run of its own.
             return None
+        # A producer may have seen our registration before its answer has reached us.
+        epoch = agent.epoch or mail.epoch
+        if not epoch:
+            return None
         slot = Slot(
             mail.token,
             agent.name,
-            agent.epoch,
+            epoch,
             mail.queue or agent.own_queue.name,
             mail.node or "",
             mail.task,
             mail.task_id,
             committed=True,
         )
-        if not agent.epoch:
-            return None
         # Noted first: a heartbeat must not take it for a leak.
         agent.ledger.claim(slot)
         try:
-            outcome = agent.call(agent.registry.commit, mail.token, agent.name, agent.epoch)
+            outcome = agent.call(agent.registry.commit, mail.token, agent.name, epoch)
         except RegistryError:
             agent.ledger.unclaim(slot)
             return None
@@ -123,7 +133,12 @@ class Acceptance:
             mail.task,
             mail.task_id,
             outcome.value,
-            extra={"action": "reservation_lost", "task_id": mail.task_id, "token": mail.token, "outcome": outcome.value},
+            extra={
+                "action": "reservation_lost",
+                "task_id": mail.task_id,
+                "token": mail.token,
+                "outcome": outcome.value,
+            },
         )
         return None
 
@@ -189,4 +204,3 @@ class Acceptance:
 
 class ReservationRace(RuntimeError):
     """A reservation that this process made a moment ago is gone; the message stays unacknowledged."""
-

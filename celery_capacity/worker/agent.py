@@ -179,7 +179,8 @@ class WorkerAgent:
         Work that does not come from a managed queue is accounted to the worker's own queue.
         """
         name = queue if queue in self.managed else self.own_queue.name
-        demand = Demand(name, task_id=task_id, ttl_seconds=self.settings.reservation_seconds)
+        known = task if task in self.app.tasks else None
+        demand = Demand(name, known, task_id=task_id, ttl_seconds=self.settings.reservation_seconds)
         if self.epoch:
             try:
                 answer = self.call(self.registry.reserve_worker, self.name, self.epoch, demand, commit=True)
@@ -245,9 +246,7 @@ class WorkerAgent:
         try:
             self.call(self.resize, self.registry)
         except RegistryError as exc:
-            logger.warning(
-                "could not withdraw worker %s: %s", self.name, exc, extra={"action": "withdraw_failed"}
-            )
+            logger.warning("could not withdraw worker %s: %s", self.name, exc, extra={"action": "withdraw_failed"})
 
     def look(self) -> None:
         """There may be more to take.  From any thread."""

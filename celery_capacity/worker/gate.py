@@ -86,6 +86,9 @@ class Gatekeeper:
             # Celery has announced it; the pool would only do it again.
             self.finish(entry)
             return False
+        if entry.node not in (None, self.agent.node) and entry.queue in self.agent.managed:
+            self._send_away(entry, request)
+            return False
         answer = self.agent.claim(entry.queue, entry.message.headers.get("task"), request.id)
         if not isinstance(answer, Refusal):
             self.agent.ledger.attach(entry, answer)
@@ -216,7 +219,11 @@ class Gatekeeper:
         flushes = bool(getattr(self.agent.controller.pool, "flush", None))
         for entry in self.agent.ledger.entries():
             request = entry.request
-            if entry.phase is Phase.HANDED and request is not None and (request in state.active_requests or not flushes):
+            if (
+                entry.phase is Phase.HANDED
+                and request is not None
+                and (request in state.active_requests or not flushes)
+            ):
                 continue
             self.finish(entry)
 

@@ -84,6 +84,10 @@ class Heart(threading.Thread):
             if agent.capacity() is not None:
                 self._register()
             return
+        for token in agent.ledger.doubtful():
+            # Given back while a registration carried it: whichever came last, now it is free.
+            self._call(self._registry.release, token, agent.epoch)
+            agent.ledger.settle(token)
         if self._call(agent.resize, self._registry):
             agent.look()
         if agent.now() >= self._next_beat:
@@ -98,7 +102,7 @@ class Heart(threading.Thread):
         assert registry is not None
         with agent.epoch_lock:
             advert = agent.advert()
-            holding = [replace(slot, worker=agent.name, committed=True) for slot in agent.ledger.slots()]
+            holding = [replace(slot, worker=agent.name, committed=True) for slot in agent.ledger.carry()]
             agent.epoch = self._call(registry.register, advert, holding)
             agent.announced_capacity = advert.capacity
         self._since = 0.0
@@ -113,6 +117,8 @@ class Heart(threading.Thread):
         )
         agent.draining = None
         agent.look()
+        # What was given back in the meantime is told in the next look.
+        self._wake.set()
 
     def _beat(self) -> None:
         agent, registry = self.agent, self._registry
@@ -162,7 +168,7 @@ class Heart(threading.Thread):
         assert registry is not None
         # Held while the registry answers, so that no slot ends between the look and the answer.
         with agent.ledger.lock:
-            slots = [replace(s, epoch=epoch, committed=True) for s in agent.ledger.slots() if s.token in missing]
+            slots = [replace(s, epoch=epoch, committed=True) for s in agent.ledger.carry() if s.token in missing]
             restored = self._call(registry.restore, agent.name, epoch, slots) if slots else 0
         if restored:
             agent.count("restored", restored)

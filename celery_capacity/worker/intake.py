@@ -65,6 +65,8 @@ class Intake:
         #: The next poll looks into those too, marked or not.
         self._probe = True
         self._left_alone: dict[str, float] = {}
+        #: The version of each lot's mark with which it was found empty; looked at again after a while.
+        self._seen: dict[str, int] = {}
         self._turn = 0
         self._poll_at = 0.0
         self._wait = _FIRST_WAIT_SECONDS
@@ -182,12 +184,16 @@ class Intake:
                 self._accept(message, slot)
                 return
             self._hot.discard(lot.name)
+        # A slot that has just come free is looked after more closely than one that has been idle.
+        self._wait = _FIRST_WAIT_SECONDS
         self._use(self._release(slot, None, self._in_turn()))
 
     def _fresh(self, confirmed: float) -> bool:
         return time.monotonic() - confirmed < _REUSE_SECONDS and not self.agent.outage.active
 
-    def _release(self, slot: Slot, emptied: Slot | None, lots: tuple[Lot, ...], marked_only: bool | None = None) -> Slot | None:
+    def _release(
+        self, slot: Slot, emptied: Slot | None, lots: tuple[Lot, ...], marked_only: bool | None = None
+    ) -> Slot | None:
         """Give the slot back and, in the same step, claim for a parked task."""
         agent = self.agent
         if marked_only is None:
@@ -207,10 +213,13 @@ class Intake:
             return None
         finally:
             agent.ledger.unclaim(slot)
-        if emptied is not None and released.waiting:
-            # Somebody has parked, and the message is still on its way.
-            self._look_after(self._wait)
-            self._wait = min(self._wait * 2, agent.settings.poll_seconds)
+        if emptied is not None:
+            self._seen.pop(emptied.lot or "", None)
+            if released.waiting:
+                # Somebody has parked, and the message may still be on its way.
+                self._seen[emptied.lot or ""] = emptied.mark
+                self._look_after(self._wait)
+                self._wait = min(self._wait * 2, agent.settings.poll_seconds)
         return self._note(released.claim)
 
     def _use(self, claim: Slot | None, rest: tuple[Lot, ...] = (), marked_only: bool | None = None) -> bool:
@@ -258,6 +267,8 @@ class Intake:
         agent = self.agent
         size = agent.size()
         if size is None or agent.ledger.held >= size:
+            # The slot that comes free next looks, then.
+            self._seen.clear()
             return False
         lots = self._in_turn()
         if self._probe:
@@ -300,11 +311,7 @@ class Intake:
         return max(0.0, self._poll_at - time.monotonic())
 
     def _may_fetch(self) -> bool:
-        return (
-            self._running
-            and self.agent.may_take_work
-            and self.agent.ledger.delayed < self.agent.settings.eta_limit
-        )
+        return self._running and self.agent.may_take_work and self.agent.ledger.delayed < self.agent.settings.eta_limit
 
     def _in_turn(self) -> tuple[Lot, ...]:
         """The lots, beginning with another queue each time.
@@ -321,7 +328,7 @@ class Intake:
         for queue in queues[self._turn :] + queues[: self._turn]:
             for name in (node_lot(namespace, queue, agent.node), queue, unknown_lot(namespace, queue)):
                 if now >= self._left_alone.get(name, 0.0):
-                    lots.append(Lot(name, queue))
+                    lots.append(Lot(name, queue, self._seen.get(name, 0)))
         return tuple(lots)
 
     # -- the broker ------------------------------------------------------------------------------------

@@ -64,6 +64,8 @@ class Ledger:
         self.lock = threading.RLock()
         self._entries: dict[int, Entry] = {}
         self._claims: dict[str, Slot] = {}
+        self._carried: set[str] = set()
+        self._doubtful: list[str] = []
 
     def add(self, entry: Entry) -> Entry:
         """Take an entry in.  If its slot was a claim, it is now the entry's."""
@@ -111,6 +113,30 @@ class Ledger:
         """The slot is given back."""
         with self.lock:
             self._claims.pop(slot.token, None)
+            if slot.token in self._carried:
+                self._carried.discard(slot.token)
+                self._doubtful.append(slot.token)
+
+    def carry(self) -> list[Slot]:
+        """A copy of all slots held, which the registry is about to be told to put back.
+
+        One that is given back at the same time may be released first and put back after that, so all of them
+        come out of :meth:`doubtful` in the end.
+        """
+        with self.lock:
+            slots = self.slots()
+            self._carried.update(slot.token for slot in slots)
+            return slots
+
+    def doubtful(self) -> list[str]:
+        """Tokens that were carried and have been given back since, until :meth:`settle`."""
+        with self.lock:
+            return list(self._doubtful)
+
+    def settle(self, token: str) -> None:
+        """The registry has been told once more that this token is given back."""
+        with self.lock:
+            self._doubtful.remove(token)
 
     def entries(self) -> list[Entry]:
         """A copy of all entries."""

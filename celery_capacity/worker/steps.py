@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket as sockets
 import threading
 import time
 from collections.abc import Callable
@@ -288,7 +287,7 @@ class _SlicedConnection:
             self._tick()
             try:
                 return self._connection.drain_events(timeout=_SLICE_SECONDS, **kwargs)
-            except sockets.timeout:
+            except TimeoutError:
                 if not self._running() or (until is not None and time.monotonic() >= until):
                     raise
 

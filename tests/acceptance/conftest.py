@@ -39,6 +39,7 @@ from pytest_celery import (
 )
 from support import docker_nodes, local_nodes
 from support.docker_nodes import capacity_worker_image  # noqa: F401 - a fixture
+from support.fleet import Fleets, registry_kind
 from support.journal import JOURNAL_ENV, Journal
 from support.servers import RabbitServer, RedisServer, shared_rabbit_url, unique
 from support.tasks_app import build_app
@@ -86,8 +87,10 @@ def capacity_plugin() -> bool:
 
 
 @pytest.fixture
-def capacity_conf(capacity_plugin: bool) -> Mapping[str, Any]:
-    return {"capacity_registry": REGISTRY} if capacity_plugin else {}
+def capacity_conf(capacity_plugin: bool, tmp_path: Path) -> Mapping[str, Any]:
+    if not capacity_plugin:
+        return {}
+    return {"capacity_registry": REGISTRY if registry_kind() == "redis" else f"sqlite:///{tmp_path / 'capacity.db'}"}
 
 
 # -- nodes -------------------------------------------------------------------------------------------------
@@ -231,6 +234,14 @@ def celery_worker_cluster(
         cluster = CeleryWorkerCluster(*nodes)
         yield cluster
         cluster.teardown()
+
+
+@pytest.fixture(scope="module")
+def fleets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleets]:
+    """Workers that the tests of a module share, on local processes only."""
+    fleets = Fleets(tmp_path_factory.mktemp("fleets"))
+    yield fleets
+    fleets.close()
 
 
 @pytest.fixture

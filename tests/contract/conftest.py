@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import time
 import uuid
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 
 from celery_capacity.registry import Registry, open_registry
 
@@ -66,7 +66,6 @@ def _memory_by_hand(tmp_path: Path) -> Store:
 
 
 def _sqlite(tmp_path: Path) -> Store:
-    _require_module("sqlite")
     return Store("sqlite", f"sqlite:///{tmp_path / 'capacity.db'}")
 
 
@@ -78,8 +77,6 @@ def _sqlite_by_hand(tmp_path: Path) -> Store:
 
 
 def _redis(tmp_path: Path) -> Store:
-    _require_module("redis")
-    redis = pytest.importorskip("redis")
     client = redis.Redis.from_url(REDIS_URL)
     try:
         client.ping()
@@ -94,12 +91,6 @@ def _redis(tmp_path: Path) -> Store:
 
     store._opened.callback(clean)
     return store
-
-
-def _require_module(name: str) -> None:
-    # Until every built-in store is there.
-    if importlib.util.find_spec(f"celery_capacity.registry.{name}") is None:
-        pytest.skip(f"the {name} store does not exist yet")
 
 
 def _missing(what: str) -> None:

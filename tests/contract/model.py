@@ -180,7 +180,9 @@ class Model:
     def first_lot(self, worker: str, lots: tuple[Lot, ...], *, marked_only: bool = True) -> Lot | None:
         """The lot that a claim of this worker goes to."""
         for lot in lots:
-            if (lot.name in self.marks or not marked_only) and not self.why_not(worker, lot.queue):
+            mark = self.marks.get(lot.name)
+            counts = mark is not None and mark.version != lot.seen
+            if (counts or not marked_only) and not self.why_not(worker, lot.queue):
                 return lot
         return None
 

@@ -39,6 +39,7 @@ QUEUES = st.sampled_from(["q", "r"])
 TASKS = st.sampled_from(["t", "u"])
 CAPACITIES = st.sampled_from([None, 0, 1, 1, 2, 3])
 LOTS = st.permutations([Lot("q", "q"), Lot("r", "r"), Lot("q-east", "q")]).map(tuple)
+THEN = st.sampled_from([None, "marked lots", "any lot"])
 
 _STATE_OF = {
     Reason.LAPSED: WorkerState.LAPSED,
@@ -86,7 +87,7 @@ def machine(store: Any) -> type[RuleBasedStateMachine]:
 
         def _token(self, data: st.DataObject) -> str:
             """Mostly one that is held."""
-            held = sorted(self.model.slots)[-12:]
+            held = list(self.model.slots)[-12:]
             return data.draw(st.sampled_from(held * 4 + [s.token for s in self.seen[-12:]] + ["never-was"]))
 
         def _current(self, worker: str, epoch: int) -> bool:
@@ -294,21 +295,22 @@ def machine(store: Any) -> type[RuleBasedStateMachine]:
                 assert outcome is CommitOutcome.COMMITTED
                 slot.committed_at = self.model.now
 
-        @rule(data=st.data(), with_epoch=st.booleans(), with_then=st.booleans(), lots=LOTS)
-        def release(self, data, with_epoch, with_then, lots):
-            self._release(data, self._token(data), with_epoch, with_then, lots)
+        @rule(data=st.data(), with_epoch=st.booleans(), then=THEN, lots=LOTS)
+        def release(self, data, with_epoch, then, lots):
+            self._release(data, self._token(data), with_epoch, then, lots)
 
-        @rule(data=st.data(), with_then=st.booleans(), lots=LOTS)
-        def find_a_lot_empty(self, data, with_then, lots):
+        @rule(data=st.data(), then=THEN, lots=LOTS)
+        def find_a_lot_empty(self, data, then, lots):
             claims = [s.token for s in self.seen if s.lot is not None and s.token in self.model.slots]
             if claims:
-                self._release(data, data.draw(st.sampled_from(claims)), True, with_then, lots, empty=True)
+                self._release(data, data.draw(st.sampled_from(claims)), True, then, lots, empty=True)
 
-        def _release(self, data, token, with_epoch, with_then, lots, empty=False):
+        def _release(self, data, token, with_epoch, then, lots, empty=False):
             slot = self.model.slots.get(token)
             worker = slot.worker if slot else "a"
             epoch = self._epoch(data, worker) if with_epoch else None
-            then = Claim(worker, self._epoch(data, worker), lots) if with_then else None
+            marked_only = then != "any lot"
+            then = Claim(worker, self._epoch(data, worker), lots, marked_only) if then else None
             # Whether a store takes the news of an empty lot with a slot that is not held any more is its own affair.
             held = slot is not None and epoch in (None, slot.epoch)
             claims = [s for s in self.seen if s.token == token and s.lot is not None] if held else []
@@ -328,6 +330,8 @@ def machine(store: Any) -> type[RuleBasedStateMachine]:
             lot = None
             if then is not None and then.epoch == slot.epoch:
                 lot = self.model.first_lot(worker, lots)
+                if lot is None and not marked_only:
+                    lot = self.model.first_lot(worker, lots, marked_only=False)
             if lot is None:
                 assert released.claim is None
             else:

@@ -142,7 +142,7 @@ def test_nothing_is_touched_before_the_first_operation(path, url):
 
 def test_sqlite_that_is_too_old_is_refused(url, monkeypatch):
     monkeypatch.setattr(sqlite3, "sqlite_version_info", (3, 30, 1))
-    with pytest.raises(ConfigurationError, match="3.31"):
+    with pytest.raises(ConfigurationError, match=r"3\.31"):
         open_registry(url)
 
 
@@ -321,7 +321,7 @@ def test_read_only(what):
 
 def test_missing_directory(tmp_path):
     with open_registry(f"sqlite:///{tmp_path}/missing/capacity.db") as registry:
-        with pytest.raises(RegistryUnavailable, match="missing/capacity.db"):
+        with pytest.raises(RegistryUnavailable, match=r"missing/capacity\.db"):
             registry.overview()
         (tmp_path / "missing").mkdir()
         assert registry.overview().workers == ()

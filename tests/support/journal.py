@@ -179,6 +179,12 @@ class Journal:
         ]
         return "\n".join(lines)
 
+    # -- what a test tells its tasks -----------------------------------------------------------------------
+
+    def open_gate(self, gate: str) -> None:
+        """Let the tasks ``hold`` and ``hold_late`` that wait for this gate end, now and later.  Harmless twice."""
+        (self.directory / f"gate-{gate}").touch()
+
     # -- what the tasks could not write --------------------------------------------------------------------
 
     def note_gone(self, pids: Iterable[int], at: float | None = None) -> None:

@@ -6,6 +6,10 @@
     a JSON object of Celery settings, ``capacity_…`` among them.
 ``CAPACITY_TEST_PLUGIN``
     ``1``: ``celery_capacity.install(app)``.
+``CAPACITY_TEST_EXTRA_TASK``
+    the name of one more task, that other workers do not know.
+``CAPACITY_TEST_BROADCAST``
+    the name of a broadcast queue, beside the default one.
 ``CAPACITY_TEST_JOURNAL``
     a directory: every task but ``noop`` and ``ping`` writes its start and end there (:mod:`support.journal`).
 
@@ -20,10 +24,13 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NoReturn
 
 CONF_ENV = "CAPACITY_TEST_CONF"
 PLUGIN_ENV = "CAPACITY_TEST_PLUGIN"
+EXTRA_ENV = "CAPACITY_TEST_EXTRA_TASK"
+BROADCAST_ENV = "CAPACITY_TEST_BROADCAST"
 
 if CONF_ENV in os.environ and os.environ.get("COVERAGE_PROCESS_START"):
     # In a worker, where no .pth file of coverage has done it; before the plugin is imported.
@@ -31,12 +38,14 @@ if CONF_ENV in os.environ and os.environ.get("COVERAGE_PROCESS_START"):
 
     coverage.process_startup()
 
-from celery import Celery, Task
+from celery import Celery, Task, chord
 from celery.exceptions import Ignore, Reject
+from kombu import Queue
+from kombu.common import Broadcast
 
-from .journal import journalled
+from .journal import JOURNAL_ENV, journalled
 
-__all__ = ("CONF_ENV", "PLUGIN_ENV", "app", "build_app")
+__all__ = ("BROADCAST_ENV", "CONF_ENV", "EXTRA_ENV", "PLUGIN_ENV", "app", "build_app")
 
 _DEFAULTS: dict[str, Any] = {
     "broker_connection_retry_on_startup": True,
@@ -65,6 +74,29 @@ class JournalledTask(Task):  # type: ignore[misc]
             return self.run(*args, **kwargs)
 
 
+class OverridingTask(JournalledTask):
+    """As projects have them: with an ``apply_async`` of its own."""
+
+    abstract = True
+
+    def apply_async(self, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
+        headers = {**(options.pop("headers", None) or {}), "tenant": "acme"}
+        return super().apply_async(args, kwargs, headers=headers, **options)
+
+
+def gate_is_open(gate: str) -> bool:
+    return (Path(os.environ[JOURNAL_ENV]) / f"gate-{gate}").exists()
+
+
+def wait_for_gate(gate: str, limit: float) -> None:
+    """Until :meth:`support.journal.Journal.open_gate` has opened it."""
+    deadline = time.monotonic() + limit
+    while not gate_is_open(gate):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"gate {gate} was not opened")
+        time.sleep(0.02)
+
+
 def build_app(
     *,
     broker_url: str,
@@ -79,6 +111,8 @@ def build_app(
     settings = {**_DEFAULTS, "broker_url": broker_url, **(conf or {})}
     if result_backend:
         settings["result_backend"] = result_backend
+    if broadcast := os.environ.get(BROADCAST_ENV):
+        settings["task_queues"] = [Queue(settings["task_default_queue"]), Broadcast(broadcast, routing_key=broadcast)]
     app.config_from_object(settings)
     define_tasks(app)
     if plugin:
@@ -159,8 +193,72 @@ def define_tasks(app: Celery) -> None:
         """Its process ends in the middle of the task, as by the kernel's hand.  Journal.note_dead() sees it."""
         os._exit(code)
 
+    @task(name="hold", base=JournalledTask)
+    def hold(gate: str, key: str | None = None, limit: float = 60.0) -> str | None:
+        """Run until the test opens the gate."""
+        wait_for_gate(gate, limit)
+        return key
+
+    @task(name="hold_late", base=JournalledTask, acks_late=True)
+    def hold_late(gate: str, key: str | None = None, limit: float = 60.0) -> str | None:
+        """As ``hold``, acknowledged after the run."""
+        wait_for_gate(gate, limit)
+        return key
+
+    @task(name="reject_until", base=JournalledTask, acks_late=True)
+    def reject_until(gate: str, key: str | None = None) -> None:
+        """Back to the queue, again and again, until the gate is open."""
+        if not gate_is_open(gate):
+            time.sleep(0.05)
+            raise Reject("not yet", requeue=True)
+
+    @task(name="southern", base=JournalledTask, node="south")
+    def southern(key: str | None = None) -> str | None:
+        """Pinned by an attribute of the task."""
+        return key
+
+    @task(name="rated", base=JournalledTask, rate_limit="1/m")
+    def rated(key: str | None = None) -> str | None:
+        return key
+
+    @task(name="fail_late", base=JournalledTask, acks_late=True, acks_on_failure_or_timeout=False)
+    def fail_late(key: str | None = None) -> NoReturn:
+        """Never acknowledged: it is rejected."""
+        raise RuntimeError("meant to fail")
+
+    @task(name="overriding", base=OverridingTask, bind=True)
+    def overriding(self: Task, key: str | None = None) -> Any:
+        """Returns the header that its base class added."""
+        return (self.request.headers or {}).get("tenant") or self.request.get("tenant")
+
+    @task(name="replaced", base=JournalledTask, bind=True)
+    def replaced(self: Task, key: str | None = None) -> Any:
+        """Puts another task into its own place."""
+        return self.replace(app.tasks["record"].si(key=f"{key}-replacement"))
+
+    @task(name="chord_inside", base=JournalledTask)
+    def chord_inside(width: int, key: str | None = None) -> str:
+        """A chord that is sent from inside a worker; returns the id of its body."""
+        header = [app.tasks["add"].s(number, 1) for number in range(width)]
+        return str(chord(header)(app.tasks["total"].s()).id)
+
+    @task(name="total", base=JournalledTask)
+    def total(numbers: list[float], key: str | None = None) -> float:
+        return sum(numbers)
+
+    if extra := os.environ.get(EXTRA_ENV):
+
+        @task(name=extra, base=JournalledTask)
+        def only_here(key: str | None = None) -> str | None:
+            return key
+
     @task(name="send", base=JournalledTask)
-    def send(name: str, kwargs: Mapping[str, Any] | None = None, options: Mapping[str, Any] | None = None) -> str:
+    def send(
+        name: str,
+        kwargs: Mapping[str, Any] | None = None,
+        options: Mapping[str, Any] | None = None,
+        key: str | None = None,
+    ) -> str:
         """Publish another task from inside a worker; returns its id."""
         return str(app.send_task(name, kwargs=dict(kwargs or {}), **(options or {})).id)
 

@@ -1,0 +1,199 @@
+"""``celery -A proj capacity``: what the registry knows of the fleet, and draining by hand.
+
+Exit status: 0 done, 1 no such worker, 2 wrong arguments or settings, 69 the registry does not answer.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import click
+from celery.bin.base import CeleryCommand, handle_preload_options
+from click_didyoumean import DYMGroup
+
+from . import tables, views
+from .errors import ConfigurationError, RegistryError
+from .install import Runtime
+from .models import Overview, WorkerState, WorkerView
+from .registry import Registry, mask_url
+from .settings import Settings
+
+__all__ = ("capacity",)
+
+
+class _NoSuchWorker(click.ClickException):
+    exit_code = 1
+
+
+class _WrongSettings(click.ClickException):
+    exit_code = 2
+
+
+class _Unavailable(click.ClickException):
+    #: ``EX_UNAVAILABLE`` of sysexits.h, as in Celery's own commands.
+    exit_code = 69
+
+
+def _above_zero(ctx: click.Context, param: click.Parameter, value: float | None) -> float | None:
+    if value is not None and not 0 < value < math.inf:
+        raise click.BadParameter(f"{value:g} is not a number of seconds above 0", ctx, param)
+    return value
+
+
+@click.group(cls=DYMGroup)
+@click.pass_context
+@handle_preload_options
+def capacity(ctx: click.Context, **_preloaded: Any) -> None:
+    """Who can take a task, and why not: the capacity registry.
+
+    The registry and the namespace come from the app's settings, capacity_registry and capacity_namespace.
+    """
+
+
+@capacity.command(cls=CeleryCommand)
+@click.option("--json", "as_json", is_flag=True, help="One JSON document in a fixed form, for scripts.")
+@click.pass_context
+def status(ctx: click.Context, as_json: bool) -> None:
+    """Show all workers and queues, and the slots that are held."""
+    with _registry(ctx) as (registry, _):
+        overview = registry.overview()
+    if as_json:
+        _write_json(views.status_document(overview))
+        return
+    _show_workers(ctx, overview)
+    queues = views.public_views(overview)
+    if queues:
+        rows = [[q.name, _number(q.limit, "none"), str(q.held), "yes" if q.waiting else "no"] for q in queues]
+        tables.show("queues", ("queue", "limit", "held", "waiting"), rows, color=not ctx.obj.no_color)
+
+
+@capacity.command(cls=CeleryCommand)
+@click.argument("queue")
+@click.option("--task", metavar="NAME", help="A task of this name; without it, any task.")
+@click.option("--node", metavar="NODE", help="A task that is pinned to this node.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON document, for scripts.")
+@click.pass_context
+def explain(ctx: click.Context, queue: str, task: str | None, node: str | None, as_json: bool) -> None:
+    """Say for every worker why it could or could not be chosen now for a task of QUEUE."""
+    for option, value in (("QUEUE", queue), ("--task", task), ("--node", node)):
+        if value == "":
+            raise click.UsageError(f"{option} is empty; it takes a name")
+    with _registry(ctx) as (registry, settings):
+        census = registry.census(queue, task, node)
+    if not settings.manages(queue):
+        message = f"queue {queue!r} is not selected by capacity_queues: its tasks are sent as plain Celery sends them"
+        click.echo(message, err=True)
+    if as_json:
+        _write_json(views.explain_document(census, settings.namespace))
+        return
+    click.echo(views.summary(census))
+    if census.workers:
+        rows = [
+            [w.name, w.node, w.state.value, _slots(w), views.why(w, census, settings.namespace)] for w in census.workers
+        ]
+        tables.show("workers", ("worker", "node", "state", "held", "why"), rows, color=not ctx.obj.no_color)
+
+
+@capacity.command(cls=CeleryCommand)
+@click.argument("worker")
+@click.option("--reason", metavar="TEXT", default="by hand", show_default=True, help="Shown by status and explain.")
+@click.option(
+    "--seconds",
+    type=float,
+    metavar="SECONDS",
+    callback=_above_zero,
+    help="End the drain by itself after so long.  [default: at admit]",
+)
+@click.pass_context
+def drain(ctx: click.Context, worker: str, reason: str, seconds: float | None) -> None:
+    """Choose WORKER for no more tasks; those that it holds it finishes.
+
+    It lasts until admit, until the seconds have passed, or until the worker registers anew.
+    """
+    with _registry(ctx) as (registry, _):
+        if not registry.drain(worker, reason, seconds):
+            _no_such_worker(registry, worker)
+    until = "until it is admitted" if seconds is None else f"for {seconds:g} s"
+    click.echo(f"worker {worker} is draining {until}: {reason}")
+
+
+@capacity.command(cls=CeleryCommand)
+@click.argument("worker")
+@click.pass_context
+def admit(ctx: click.Context, worker: str) -> None:
+    """End the drain of WORKER.  Harmless if it was not draining."""
+    with _registry(ctx) as (registry, _):
+        if not registry.admit(worker):
+            _no_such_worker(registry, worker)
+    click.echo(f"worker {worker} is admitted")
+
+
+@contextmanager
+def _registry(ctx: click.Context) -> Iterator[tuple[Registry, Settings]]:
+    """The registry of the app's settings.  What goes wrong inside ends the command with one message."""
+    try:
+        # Whether the app has the plugin installed makes no difference: the settings are all that is needed.
+        runtime = Runtime(ctx.obj.app)
+        settings = runtime.settings
+    except ConfigurationError as exc:
+        raise _WrongSettings(str(exc)) from exc
+    if settings.registry.lower().startswith("memory:"):
+        click.echo("memory:// has only what this process put there; no worker is seen through it", err=True)
+    try:
+        with runtime.open_registry() as registry:
+            yield registry, settings
+    except ConfigurationError as exc:
+        raise _WrongSettings(str(exc)) from exc
+    except RegistryError as exc:
+        raise _unavailable(exc, settings.registry) from exc
+
+
+def _unavailable(exc: RegistryError, url: str) -> _Unavailable:
+    shown = mask_url(url)
+    message = " ".join(str(exc).replace(url, shown).split())
+    return _Unavailable(message if shown in message else f"registry {shown}: {message}")
+
+
+def _no_such_worker(registry: Registry, worker: str) -> NoReturn:
+    names = [view.name for view in registry.overview().workers]
+    known = f"known are {', '.join(names)}" if names else "none is registered"
+    raise _NoSuchWorker(f"no worker {worker!r} in namespace {registry.namespace!r}; {known}")
+
+
+def _show_workers(ctx: click.Context, overview: Overview) -> None:
+    if not overview.workers:
+        click.echo(f"no worker in namespace {overview.namespace!r}")
+        return
+    header = ("worker", "node", "state", "capacity", "held", "free", "queues", "seen", "detail")
+    rows = [
+        [
+            worker.name,
+            worker.node,
+            worker.state.value,
+            _number(worker.capacity, "?"),
+            f"{worker.held} ({worker.reserved}+{worker.committed})",
+            str(worker.free) if worker.state is WorkerState.READY else "-",
+            ", ".join(views.public_queues(worker.queues, overview.namespace)),
+            f"{worker.lease_age:.0f} s ago",
+            views.detail(worker),
+        ]
+        for worker in overview.workers
+    ]
+    title = f"workers in namespace {overview.namespace!r}; held = reserved + committed"
+    tables.show(title, header, rows, color=not ctx.obj.no_color)
+
+
+def _slots(worker: WorkerView) -> str:
+    return f"{worker.held}/{_number(worker.capacity, '?')}"
+
+
+def _number(value: int | None, none: str) -> str:
+    return none if value is None else str(value)
+
+
+def _write_json(document: Mapping[str, Any]) -> None:
+    click.echo(json.dumps(document, indent=2))

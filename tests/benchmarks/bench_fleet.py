@@ -1,0 +1,243 @@
+"""A fleet with the plugin and without, in the same run, on the same broker.  Prints a table::
+
+    python tests/benchmarks/bench_fleet.py [--broker redis rabbitmq] [--waves 6] [--ticks 4000] [--only wave|ticks|publish]
+
+Four workers with two processes each, early acknowledgement, results ignored, Celery's default settings.
+
+wave
+    5 tasks of 2 s among 32 of 0.05 s in random order, so many waves; the makespan of each against that of a
+    perfect queue (the next task goes to the first free process, at no cost).
+ticks
+    So many tasks that do nothing: the throughput against plain Celery's.
+publish
+    The time that the plugin adds to ``apply_async``, against one EVALSHA that does nothing, by the same client.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import importlib
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parents[1])]
+
+BROKERS = {
+    "redis": os.environ.get("CAPACITY_BENCH_REDIS", "redis://127.0.0.1:6379/11"),
+    "rabbitmq": os.environ.get("CAPACITY_BENCH_RABBITMQ", "amqp://guest:guest@127.0.0.1:5672//"),
+}
+REGISTRY = os.environ.get("CAPACITY_BENCH_REGISTRY", "redis://127.0.0.1:6379/12")
+WORKERS, PROCESSES = 4, 2
+LONG, SHORT = (5, 2.0), (32, 0.05)
+
+
+class Fleet:
+    """Workers of one kind, and the app that sends to them."""
+
+    def __init__(self, broker: str, plugin: bool, directory: Path) -> None:
+        self.plugin = plugin
+        self.namespace = f"bench-{uuid.uuid4().hex[:8]}"
+        self.log = directory / f"{self.namespace}.log"
+        self.log.touch()
+        self.env = {
+            "BENCH_BROKER": BROKERS[broker],
+            "BENCH_REGISTRY": REGISTRY if plugin else "",
+            "BENCH_NAMESPACE": self.namespace,
+            "BENCH_LOG": str(self.log),
+            "PYTHONPATH": os.pathsep.join(sys.path[:2] + [os.environ.get("PYTHONPATH", "")]),
+        }
+        os.environ.update(self.env)
+        sys.modules.pop("fleet_app", None)
+        self.app = importlib.import_module("fleet_app").app
+        self.workers: list[subprocess.Popen[bytes]] = []
+        self.outputs = [directory / f"{self.namespace}-{n}.out" for n in range(WORKERS)]
+
+    def start(self) -> None:
+        for n, output in enumerate(self.outputs):
+            argv = [sys.executable, "-m", "celery", "-A", "fleet_app", "worker", "-c", str(PROCESSES), "-l", "INFO"]
+            argv += ["-n", f"w{n}-{self.namespace}@bench"]
+            with output.open("wb") as out:
+                env = {**os.environ, **self.env}
+                self.workers.append(
+                    subprocess.Popen(argv, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+                )
+        wait(lambda: all(b"ready." in output.read_bytes() for output in self.outputs), 60, "the workers")
+        # One task for each process and more, so that everything is connected and imported.
+        self.ticks(100)
+
+    def stop(self) -> None:
+        for worker in self.workers:
+            worker.send_signal(signal.SIGTERM)
+        for worker in self.workers:
+            try:
+                worker.wait(20)
+            except subprocess.TimeoutExpired:
+                os.killpg(worker.pid, signal.SIGKILL)
+                worker.wait()
+        with self.app.connection_for_write() as connection:
+            connection.default_channel.queue_delete(self.namespace)
+        self.app.close()
+
+    def ticks(self, number: int) -> float:
+        """Seconds from the first publish until the last of so many tasks has run."""
+        self.log.write_bytes(b"")
+        task = self.app.tasks["tick"]
+        started = time.perf_counter()
+        for _ in range(number):
+            task.apply_async()
+        wait(lambda: self.log.stat().st_size >= 2 * number, 300, f"{number} ticks", interval=0.005)
+        return time.perf_counter() - started
+
+    def wave(self, durations: list[float]) -> tuple[float, float]:
+        """Makespan, and the mean wait of the short tasks, in seconds."""
+        self.log.write_bytes(b"")
+        task = self.app.tasks["nap"]
+        started = time.time()
+        for n, seconds in enumerate(durations):
+            task.apply_async((f"{n}", seconds))
+        wait(lambda: self.log.read_bytes().count(b"\n") >= len(durations), 120, "a wave", interval=0.01)
+        runs = [line.split() for line in self.log.read_text().splitlines()]
+        if len({run[0] for run in runs}) != len(durations) or len(runs) != len(durations):
+            raise SystemExit(f"{len(runs)} runs of {len(durations)} tasks")
+        waits = [float(run[1]) - started for run in runs if durations[int(run[0])] == SHORT[1]]
+        return max(float(run[2]) for run in runs) - started, statistics.fmean(waits)
+
+    def publish(self, number: int) -> list[float]:
+        """Seconds for each of so many calls of ``apply_async``, one after the other."""
+        task, taken = self.app.tasks["tick"], []
+        for _ in range(number):
+            started = time.perf_counter()
+            task.apply_async()
+            taken.append(time.perf_counter() - started)
+        return taken
+
+
+def wait(condition: Any, limit: float, what: str, interval: float = 0.05) -> None:
+    until = time.monotonic() + limit
+    while not condition():
+        if time.monotonic() > until:
+            raise SystemExit(f"{what}: not there after {limit} s")
+        time.sleep(interval)
+
+
+def perfect(durations: list[float]) -> float:
+    """The makespan of a perfect queue."""
+    free = [0.0] * (WORKERS * PROCESSES)
+    for seconds in durations:
+        heapq.heappush(free, heapq.heappop(free) + seconds)
+    return max(free)
+
+
+def one_at_a_time(broker: str, name: str) -> Iterator[Fleet]:
+    """Only one fleet runs at any time: the other would take its processors."""
+    with tempfile.TemporaryDirectory() as directory:
+        fleet = Fleet(broker, name == "capacity", Path(directory))
+        try:
+            fleet.start()
+            yield fleet
+        finally:
+            fleet.stop()
+
+
+def bench_wave(broker: str, waves: int) -> None:
+    orders = []
+    for seed in range(waves):
+        durations = [LONG[1]] * LONG[0] + [SHORT[1]] * SHORT[0]
+        random.Random(seed).shuffle(durations)
+        orders.append(durations)
+    ideal = sum(perfect(durations) for durations in orders)
+    row(broker, "wave", "perfect queue", f"{ideal / waves:.3f} s", "1.00")
+    for name in ("plain", "capacity"):
+        for fleet in one_at_a_time(broker, name):
+            results = [fleet.wave(durations) for durations in orders]
+            makespan = sum(result[0] for result in results)
+            short = statistics.fmean(result[1] for result in results)
+            row(
+                broker,
+                "wave",
+                name,
+                f"{makespan / waves:.3f} s",
+                f"{makespan / ideal:.3f}",
+                f"short wait {short:.3f} s",
+            )
+
+
+def bench_ticks(broker: str, number: int, rounds: int) -> None:
+    rates: dict[str, list[float]] = {"plain": [], "capacity": []}
+    for _ in range(rounds):
+        for name in rates:
+            for fleet in one_at_a_time(broker, name):
+                rates[name].append(number / fleet.ticks(number))
+    best = {name: statistics.median(values) for name, values in rates.items()}
+    for name, rate in best.items():
+        row(
+            broker,
+            "ticks",
+            name,
+            f"{rate:.0f}/s",
+            f"{rate / best['plain']:.2f}",
+            " ".join(f"{r:.0f}" for r in rates[name]),
+        )
+
+
+def bench_publish(broker: str, number: int) -> None:
+    import redis
+
+    client = redis.Redis.from_url(REGISTRY)
+    sha = client.script_load("return 1")
+    medians = {}
+    for name in ("plain", "capacity"):
+        for fleet in one_at_a_time(broker, name):
+            medians[name] = statistics.median(fleet.publish(number))
+            wait(lambda f=fleet: f.log.stat().st_size >= 2 * (number + 100), 120, "the rest")
+    taken = []
+    for _ in range(number):
+        started = time.perf_counter()
+        client.evalsha(sha, 1, "{x}")
+        taken.append(time.perf_counter() - started)
+    noop = statistics.median(taken)
+    added = medians["capacity"] - medians["plain"]
+    row(broker, "publish", "plain", f"{medians['plain'] * 1e6:.0f} us", "")
+    row(broker, "publish", "capacity", f"{medians['capacity'] * 1e6:.0f} us", "")
+    row(broker, "publish", "no-op EVALSHA", f"{noop * 1e6:.0f} us", "1.00")
+    row(broker, "publish", "added", f"{added * 1e6:.0f} us", f"{added / noop:.2f}")
+
+
+def row(*cells: str) -> None:
+    widths = (10, 9, 15, 12, 8, 0)
+    print("".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=False)).rstrip(), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--broker", nargs="+", default=list(BROKERS), choices=list(BROKERS))
+    parser.add_argument("--waves", type=int, default=6)
+    parser.add_argument("--ticks", type=int, default=4000)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--publishes", type=int, default=2000)
+    parser.add_argument("--only", nargs="+", default=["wave", "ticks", "publish"])
+    options = parser.parse_args()
+    row("broker", "what", "how", "measured", "ratio")
+    for broker in options.broker:
+        if "wave" in options.only:
+            bench_wave(broker, options.waves)
+        if "ticks" in options.only:
+            bench_ticks(broker, options.ticks, options.rounds)
+        if "publish" in options.only:
+            bench_publish(broker, options.publishes)
+
+
+if __name__ == "__main__":
+    main()
