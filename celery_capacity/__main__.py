@@ -1,4 +1,4 @@
-"""``python -m celery_capacity demo``"""
+"""The command ``python -m celery_capacity demo``."""
 
 from __future__ import annotations
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from kombu import Connection
 
 __all__ = ("CapacityConnection",)
+
+_FILESYSTEM = "celery_capacity.filesystem:Transport"
 
 
 class CapacityConnection(Connection):  # type: ignore[misc]
@@ -14,10 +17,19 @@ class CapacityConnection(Connection):  # type: ignore[misc]
 
     def get_transport_cls(self) -> Any:
         """The transport of the URL; for Kombu's filesystem transport, the one that is built on it."""
-        transport = super().get_transport_cls()
-        if (transport.__module__, transport.__qualname__) != ("kombu.transport.filesystem", "Transport"):
-            return transport
-        # Late, since Kombu's needs a package of its own on Windows.
-        from .filesystem import Transport
+        if self._on_filesystem():
+            # Late, since Kombu's needs a package of its own on Windows.
+            from .filesystem import Transport
 
-        return Transport
+            return Transport
+        return super().get_transport_cls()
+
+    def _info(self, resolve: bool = True) -> Iterable[tuple[str, Any]]:
+        info = super()._info(resolve)
+        if resolve or not self._on_filesystem():
+            return info
+        # What a copy is made of.  Those of a pool are of a class of Kombu's, which knows no more than this.
+        return [(key, _FILESYSTEM if key == "transport" else value) for key, value in info]
+
+    def _on_filesystem(self) -> bool:
+        return self.transport_cls in ("filesystem", _FILESYSTEM)

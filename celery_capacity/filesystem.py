@@ -25,7 +25,7 @@ __all__ = ("Channel", "Transport")
 class Channel(filesystem.Channel):  # type: ignore[misc]
     """Writes and takes each message in one step."""
 
-    def _put(self, queue: str, payload: Any, **kwargs: Any) -> None:
+    def _put(self, queue: str, payload: Any, **_kwargs: Any) -> None:
         name = f"{round(time.monotonic() * 1000)}_{uuid.uuid4()}.{queue}.msg"
         # Readers look at what follows the first dot, so they pass over a name that begins with one.
         draft = os.path.join(self.data_folder_out, f".{name}")
@@ -59,6 +59,6 @@ class Channel(filesystem.Channel):  # type: ignore[misc]
 
 
 class Transport(filesystem.Transport):  # type: ignore[misc]
-    """``filesystem://``"""
+    """What ``filesystem://`` means for an app with the plugin."""
 
     Channel = Channel

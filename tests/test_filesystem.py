@@ -105,3 +105,13 @@ def test_other_transports_stay_as_they_are(url: str) -> None:
     from celery_capacity.connection import CapacityConnection
 
     assert CapacityConnection(url).get_transport_cls() is Connection(url).get_transport_cls()
+
+
+def test_producers_of_a_pool_use_it(app: Celery) -> None:
+    from celery_capacity.filesystem import Transport
+
+    with app.producer_pool.acquire(block=True) as producer:
+        assert type(producer.connection.transport) is Transport
+    clone = app.connection_for_write().clone()
+    assert clone.get_transport_cls() is Transport
+    assert clone.clone().get_transport_cls() is Transport

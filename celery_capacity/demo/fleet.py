@@ -83,10 +83,14 @@ class Fleet:
             try:
                 status = process.wait(max(0.1, until - time.monotonic()))
             except subprocess.TimeoutExpired:
-                message = f"worker {name} did not end in {_STOP_SECONDS:g} s; the end of its log:\n{self._log_tail(name)}"
+                message = (
+                    f"worker {name} did not end in {_STOP_SECONDS:g} s; the end of its log:\n{self._log_tail(name)}"
+                )
                 raise DemoFailed(message) from None
             if status:
-                raise DemoFailed(f"worker {name} ended with status {status}; the end of its log:\n{self._log_tail(name)}")
+                raise DemoFailed(
+                    f"worker {name} ended with status {status}; the end of its log:\n{self._log_tail(name)}"
+                )
 
     def kill(self) -> None:
         """End what is left, pool processes too.  Harmless twice."""

@@ -54,7 +54,7 @@ class Interrupts:
         """From now on signals change nothing: what is left is short, and must be done."""
         self._raised = True
 
-    def _arrive(self, number: int, frame: FrameType | None) -> None:
+    def _arrive(self, number: int, _frame: FrameType | None) -> None:
         if self._arrived is None:
             self._arrived = number
         if not self._held:

@@ -21,7 +21,9 @@ _WRONG_ARGUMENTS = 2
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What the command takes."""
     parser.add_argument("--broker", metavar="URL", help="the broker; default: the filesystem, in a temporary folder")
-    parser.add_argument("--registry", metavar="URL", help="the registry; default: an SQLite file, in a temporary folder")
+    parser.add_argument(
+        "--registry", metavar="URL", help="the registry; default: an SQLite file, in a temporary folder"
+    )
     parser.add_argument("--waves", metavar="N", type=_count, default=3, help="waves of tasks, 1 to 20; default: 3")
 
 

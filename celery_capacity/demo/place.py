@@ -13,10 +13,10 @@ from ..registry import mask_url, open_registry
 from .errors import DemoFailed
 from .plan import NODES, WORKERS
 
-__all__ = ("Place",)
+__all__ = ("POLLING_SECONDS", "Place")
 
 #: Kombu's own is a second, and for that long a message can lie in a folder before a worker looks.
-_POLLING_SECONDS = 0.02
+POLLING_SECONDS = 0.02
 _CONNECT_SECONDS = 5.0
 _KEYS_AT_ONCE = 500
 
@@ -53,7 +53,7 @@ class Place:
                 "data_folder_in": str(self.folder / "queue"),
                 "data_folder_out": str(self.folder / "queue"),
                 "control_folder": str(self.folder / "control"),
-                "polling_interval": _POLLING_SECONDS,
+                "polling_interval": POLLING_SECONDS,
             }
         if self.scheme in ("redis", "rediss", "sentinel"):
             # Kombu keeps the unacknowledged messages of all its users of a database in one hash.

@@ -9,6 +9,7 @@ from .plan import SLOTS, WORKERS
 
 __all__ = ("table",)
 
+
 def table(plain: Figures, capacity: Figures) -> str:
     """Plain text, for any terminal."""
     both = (plain, capacity)
@@ -28,14 +29,17 @@ def table(plain: Figures, capacity: Figures) -> str:
     lines = [_line(row, widths) for row in rows]
     lines.insert(1, "  ".join("-" * width for width in widths))
     lines.append(
-        "The perfect queue costs nothing itself, never idles a slot while a task waits, and knows no pins."
-        " Plain Celery has no pins: what ran on the right node did so by chance."
+        "The perfect queue costs nothing itself, never idles a slot while a task waits, and knows no pins; with them, a\n"
+        "task may wait for its node while the other one is free.  Plain Celery has none: what ran on the right node did\n"
+        "so by chance."
     )
     return "\n".join(lines)
 
 
 def _line(row: Sequence[str], widths: Sequence[int]) -> str:
-    first, *rest = (f"{cell:{'<' if n == 0 else '>'}{width}}" for n, (cell, width) in enumerate(zip(row, widths, strict=True)))
+    first, *rest = (
+        f"{cell:{'<' if n == 0 else '>'}{width}}" for n, (cell, width) in enumerate(zip(row, widths, strict=True))
+    )
     return "  ".join((first, *rest)).rstrip()
 
 

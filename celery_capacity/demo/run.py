@@ -19,7 +19,7 @@ from .errors import DemoFailed
 from .figures import Figures, Sent, measure
 from .fleet import Fleet
 from .interrupts import Interrupts
-from .place import Place
+from .place import POLLING_SECONDS, Place
 from .plan import LONG_SECONDS, SHORT_SECONDS, SLOTS, WORKERS, Job, waves
 from .screen import Screen
 
@@ -83,13 +83,18 @@ def _introduction(options: Options) -> str:
         f"{len(WORKERS)} workers of {SLOTS} processes on two nodes; {options.waves} waves of {long} long tasks"
         f" ({LONG_SECONDS:g} s) and {len(jobs) - long} short ones ({SHORT_SECONDS:g} s),"
         f" {pinned} of the {len(jobs)} pinned to a node.\n"
+        f"{_same(options)}"
         "Below: L a long task runs, s a short one, . a free slot, +n tasks that a worker holds and does not run."
     )
 
 
-def _run(
-    place: Place, plugin: bool, options: Options, screen: Screen, interrupts: Interrupts
-) -> tuple[Figures, str]:
+def _same(options: Options) -> str:
+    if options.broker and not options.broker.startswith("filesystem:"):
+        return ""
+    return f"In both runs workers look into the folder every {POLLING_SECONDS * 1000:g} ms; Kombu's default is 1 s.\n"
+
+
+def _run(place: Place, plugin: bool, options: Options, screen: Screen, interrupts: Interrupts) -> tuple[Figures, str]:
     """One run; its figures, and the message of the refusal (with the plugin)."""
     title = "with celery_capacity" if plugin else "plain Celery, its defaults"
     screen.say(f"\n{title}: starting {len(WORKERS)} workers")
@@ -107,9 +112,7 @@ def _run(
     return figures, refusal
 
 
-def _send_and_wait(
-    app: Celery, fleet: Fleet, jobs: list[Job], screen: Screen, title: str, *, pins: bool
-) -> list[Sent]:
+def _send_and_wait(app: Celery, fleet: Fleet, jobs: list[Job], screen: Screen, title: str, *, pins: bool) -> list[Sent]:
     since = time.monotonic()
     sent = []
     for job in jobs:
