@@ -25,7 +25,7 @@ class CapacityConnection(Connection):  # type: ignore[misc]
         return super().get_transport_cls()
 
     def _info(self, resolve: bool = True) -> Iterable[tuple[str, Any]]:
-        info = super()._info(resolve)
+        info: Iterable[tuple[str, Any]] = super()._info(resolve)
         if resolve or not self._on_filesystem():
             return info
         # What a copy is made of.  Those of a pool are of a class of Kombu's, which knows no more than this.

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import time
 import uuid
+from contextlib import suppress
 from queue import Empty
 from typing import Any
 
@@ -35,6 +36,21 @@ class Channel(filesystem.Channel):  # type: ignore[misc]
             os.rename(draft, os.path.join(self.data_folder_out, name))
         except OSError as exc:
             raise ChannelError(f"Cannot add file {name!r} to directory") from exc
+
+    def _queue_bind(self, exchange: str, routing_key: str, pattern: str, queue: str) -> None:
+        name = f"{exchange}.exchange"
+        file = os.path.join(self.control_folder, name)
+        # A name that leads elsewhere is for Kombu to refuse.
+        if os.path.basename(name) == name and not os.path.exists(file):
+            os.makedirs(self.control_folder, exist_ok=True)
+            draft = os.path.join(self.control_folder, f".{uuid.uuid4()}")
+            with open(draft, "w", encoding="utf-8") as empty:
+                empty.write("[]")
+            # Kombu empties the file of another worker that begins at the same time, or reads it before it is written.
+            with suppress(FileExistsError):
+                os.link(draft, file)
+            os.remove(draft)
+        super()._queue_bind(exchange, routing_key, pattern, queue)
 
     def _get(self, queue: str) -> Any:
         if self.store_processed:

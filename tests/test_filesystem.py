@@ -115,3 +115,30 @@ def test_producers_of_a_pool_use_it(app: Celery) -> None:
     clone = app.connection_for_write().clone()
     assert clone.get_transport_cls() is Transport
     assert clone.clone().get_transport_cls() is Transport
+
+
+def test_workers_that_begin_at_once_all_bind_their_queues(app: Celery) -> None:
+    names = [f"q{n}" for n in range(8)]
+    start = threading.Barrier(len(names))
+    failed: list[BaseException] = []
+
+    def bind(name: str) -> None:
+        try:
+            with app.connection_for_write() as connection:
+                channel = connection.channel()
+                start.wait(30.0)
+                for n in range(20):
+                    channel._queue_bind(f"e{n}", name, "", name)
+        except BaseException as exc:  # noqa: BLE001 - for the test to see
+            failed.append(exc)
+
+    threads = [threading.Thread(target=bind, args=(name,)) for name in names]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60.0)
+    assert not failed
+    with app.connection_for_write() as connection:
+        channel = connection.channel()
+        for n in range(20):
+            assert sorted(entry.queue for entry in channel.get_table(f"e{n}")) == names

@@ -40,11 +40,11 @@ def build_app(conf: dict[str, Any]) -> Celery:
     else:
         app.amqp_cls = PlainAMQP
 
-    @app.task(name="short", shared=False)
+    @app.task(name="short", shared=False)  # type: ignore[untyped-decorator]
     def short(seconds: float) -> None:
         time.sleep(seconds)
 
-    @app.task(name="long", shared=False)
+    @app.task(name="long", shared=False)  # type: ignore[untyped-decorator]
     def long(seconds: float) -> None:
         time.sleep(seconds)
 
@@ -64,19 +64,19 @@ def _watch_parent() -> None:
 
 
 def _keep_journal(path: str) -> None:
-    @signals.worker_ready.connect(weak=False)
+    @signals.worker_ready.connect(weak=False)  # type: ignore[untyped-decorator]
     def ready(sender: Any, **_: Any) -> None:
         journal.write(path, "ready", sender.hostname)
 
-    @signals.task_received.connect(weak=False)
+    @signals.task_received.connect(weak=False)  # type: ignore[untyped-decorator]
     def received(request: Any, **_: Any) -> None:
         journal.write(path, "received", request.hostname, request.id)
 
-    @signals.task_prerun.connect(weak=False)
+    @signals.task_prerun.connect(weak=False)  # type: ignore[untyped-decorator]
     def begun(task_id: str, task: Any, **_: Any) -> None:
         journal.write(path, "begun", task.request.hostname, task_id)
 
-    @signals.task_postrun.connect(weak=False)
+    @signals.task_postrun.connect(weak=False)  # type: ignore[untyped-decorator]
     def ended(task_id: str, task: Any, **_: Any) -> None:
         journal.write(path, "ended", task.request.hostname, task_id)
 
