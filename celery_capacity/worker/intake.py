@@ -16,7 +16,7 @@ from kombu.message import Message
 from ..errors import RegistryError
 from ..models import Claim, Lot, Refusal, Released, Slot
 from ..naming import node_lot, unknown_lot
-from .mover import Mail
+from .mover import Mail, queue_size
 
 if TYPE_CHECKING:
     from .acceptance import Acceptance
@@ -386,13 +386,8 @@ class Intake:
         """Whether a lot that need not exist does.  Fetching from one that does not would close the channel."""
         if lot.name in self._known:
             return True
-        channel = self.agent.consumer.connection.channel()
-        try:
-            self.agent.lot_as_queue(lot)(channel).queue_declare(passive=True, nowait=False)
-        except self.agent.consumer.channel_errors:
-            # The broker has closed that channel.
+        if queue_size(self.agent.consumer.connection, lot.name) is None:
             return False
-        channel.close()
         self._known.add(lot.name)
         return True
 
