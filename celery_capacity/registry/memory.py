@@ -255,7 +255,8 @@ class MemoryRegistry(Registry):
         why_not = Reason.NOT_WAITING
         for lot in lots:
             mark = world.marks.get(lot.name)
-            if (mark is None or mark.version == lot.seen) and marked_only:
+            counts = lot.seen == Lot.SURE or (mark is not None and mark.version != lot.seen)
+            if marked_only and not counts:
                 continue
             reason = world.why_not(worker, lot.queue)
             if reason is None:

@@ -209,7 +209,8 @@ class SQLiteRegistry(Registry):
         refusal = Refusal(Reason.NOT_WAITING)
         for lot in lots:
             mark = tx.one(_MARK, {"ns": tx.ns, "lot": lot.name})
-            if (mark is None or mark[0] == lot.seen) and marked_only:
+            counts = lot.seen == Lot.SURE or (mark is not None and mark[0] != lot.seen)
+            if marked_only and not counts:
                 continue
             reason = why_not(tx, worker, lot.queue)
             if reason is None:

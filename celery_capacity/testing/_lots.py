@@ -296,6 +296,14 @@ class LotContract(ContractBase):
         assert again.lot == "q"
         assert again.mark != first.mark
 
+    def test_lot_that_is_surely_not_empty_counts_as_marked(self, registry: Registry) -> None:
+        epoch = registry.register(self.advert("w1", queues=("q", "r"), capacity=4))
+        claim = claimed(registry.claim_parked("w1", epoch, [Q, Lot("r", "r", Lot.SURE)]))
+        assert (claim.lot, claim.mark) == ("r", 0)
+        self._park(registry)
+        then = Claim("w1", epoch, (Lot("r", "r", Lot.SURE), Q))
+        assert claimed(registry.release(claim.token, epoch, then=then).claim).lot == "r", "in the order given"
+
     def test_lot_can_be_found_empty_without_a_slot(self, registry: Registry) -> None:
         epoch = registry.register(self.advert("w1"))
         assert not registry.found_empty("q", 0)

@@ -176,7 +176,7 @@ class Intake:
         if not self._may_fetch():
             self.agent.free(slot)
             return
-        if slot.queue in self._hot and slot.queue in self.agent.managed and self._fresh(confirmed):
+        if slot.queue in self.agent.managed and self._hot == {slot.queue} and self._fresh(confirmed):
             lot = Lot(slot.queue, slot.queue)
             message = self._fetch(lot, slot)
             if message is not None:
@@ -194,10 +194,7 @@ class Intake:
     def _release(self, slot: Slot, emptied: Slot | None, lots: tuple[Lot, ...]) -> Slot | None:
         """Give the slot back and, in the same step, claim for a parked task."""
         agent = self.agent
-        # A lot that had a message a moment ago probably has another, announced or not.
-        hot = tuple(lot for lot in lots if lot.name in self._hot)
-        lots = (*hot, *(lot for lot in lots if lot.name not in self._hot))
-        then = Claim(agent.name, agent.epoch, lots, marked_only=not hot) if lots else None
+        then = Claim(agent.name, agent.epoch, lots) if lots else None
         try:
             released: Released = agent.call(agent.registry.release, slot.token, agent.epoch, then=then, emptied=emptied)
         except RegistryError as exc:
@@ -252,13 +249,17 @@ class Intake:
         self._look_after(agent.settings.poll_seconds, earliest=False)
         if self.gatekeeper.has_waiting and self.gatekeeper.serve_waiting():
             return
-        probe, self._probe = self._probe, False
+        probe, found = self._probe, False
         for lot in self._in_turn():
             if probe and lot.name != lot.queue and lot.name not in self._seen and not self._exists(lot):
                 continue
-            while steps and self._may_fetch() and self._has_free_slot() and self._take(lot):
-                steps -= 1
-        if not steps:
+            if not steps or not self._may_fetch() or not self._has_free_slot():
+                return
+            if self._take(lot):
+                steps, found = steps - 1, True
+        self._probe = False
+        if found:
+            # One of each lot in turn, until all are empty or all slots are taken.
             self.look_now()
 
     def _has_free_slot(self) -> bool:
@@ -278,8 +279,8 @@ class Intake:
         agent = self.agent
         if not self._depth(lot):
             self._hot.discard(lot.name)
-            if lot.seen and lot.name in self._seen:
-                self._look_again(lot)
+            if lot.name in self._seen:
+                self._look_again(lot.name, self._seen[lot.name])
             return False
         if not agent.epoch or agent.outage.active:
             return self._take_locally(lot)
@@ -289,17 +290,17 @@ class Intake:
             return self._take_locally(lot)
         return not isinstance(claim, Refusal) and self._use(self._note(claim))
 
-    def _look_again(self, lot: Lot) -> None:
+    def _look_again(self, lot: str, mark: int) -> None:
         """The lot is empty, and was marked: is it still?"""
         agent = self.agent
         try:
-            waiting = agent.call(agent.registry.found_empty, lot.name, lot.seen)
+            waiting = agent.call(agent.registry.found_empty, lot, mark)
         except RegistryError:
             waiting = True
         if waiting:
             self._back_off()
         else:
-            self._seen.pop(lot.name, None)
+            self._seen.pop(lot, None)
 
     def _back_off(self) -> None:
         self._look_after(self._wait)
@@ -344,7 +345,8 @@ class Intake:
         for queue in queues[self._turn :] + queues[: self._turn]:
             for name in (node_lot(namespace, queue, agent.node), queue, unknown_lot(namespace, queue)):
                 if now >= self._left_alone.get(name, 0.0):
-                    lots.append(Lot(name, queue, self._seen.get(name, 0)))
+                    # One that had a message a moment ago probably has another, announced or not.
+                    lots.append(Lot(name, queue, Lot.SURE if name in self._hot else self._seen.get(name, 0)))
         return tuple(lots)
 
     # -- the broker ------------------------------------------------------------------------------------

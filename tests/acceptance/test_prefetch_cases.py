@@ -122,9 +122,7 @@ def test_an_endless_task_jams_nothing(fleets: Fleets, key: str) -> None:
 
 
 @pytest.mark.parametrize("broker_kind", ["redis", "filesystem"])
-def test_tasks_with_a_countdown_do_not_pile_up(
-    fleets: Fleets, broker_kind: str, key: str, tmp_path: Path
-) -> None:
+def test_tasks_with_a_countdown_do_not_pile_up(fleets: Fleets, broker_kind: str, key: str, tmp_path: Path) -> None:
     """A9: due and not finished are never more than the capacity."""
     conf, servers = {}, {}
     if broker_kind == "filesystem":
@@ -149,9 +147,7 @@ def test_tasks_with_a_countdown_do_not_pile_up(
 
 
 @pytest.mark.parametrize("broker_kind", MATRIX)
-def test_what_a_restarted_worker_had_not_begun_is_taken_by_another(
-    fleets: Fleets, broker_kind: str, key: str
-) -> None:
+def test_what_a_restarted_worker_had_not_begun_is_taken_by_another(fleets: Fleets, broker_kind: str, key: str) -> None:
     """A13: only what runs is out of the others' sight."""
     workers = {"w1@north": {"concurrency": 2}, "w2@south": {"concurrency": 1}}
     with fleets.own(broker_kind, workers) as fleet, Sampler(fleet.registry):

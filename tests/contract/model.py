@@ -179,7 +179,7 @@ class Model:
         """The lot that a claim of this worker goes to."""
         for lot in lots:
             mark = self.marks.get(lot.name)
-            counts = mark is not None and mark.version != lot.seen
+            counts = lot.seen == Lot.SURE or (mark is not None and mark.version != lot.seen)
             if (counts or not marked_only) and not self.why_not(worker, lot.queue):
                 return lot
         return None
