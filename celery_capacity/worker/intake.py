@@ -11,17 +11,16 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from kombu.message import Message
-
 from ..errors import RegistryError
 from ..models import Claim, Lot, Refusal, Released, Slot
 from ..naming import node_lot, unknown_lot
-from .mover import Mail, queue_size
+from .mover import Mail
 
 if TYPE_CHECKING:
     from .acceptance import Acceptance
     from .agent import WorkerAgent
     from .gate import Gatekeeper
+    from .queues import LotReader
 
 __all__ = ("Intake",)
 
@@ -53,15 +52,13 @@ class Intake:
         self._call_soon = call_soon
         self._freed: deque[Slot] = deque()
         self._running = False
-        self._channel: Any = None
+        self._reader: LotReader | None = None
         self._pumping = False
         self._scheduled = False
         #: When the registry last confirmed a slot of ours, by token.
         self._confirmed: dict[str, float] = {}
         #: Lots that had a message when we last looked.
         self._hot: set[str] = set()
-        #: Lots beside the queues' own (pins, unknown tasks) that exist.
-        self._known: set[str] = set()
         #: The next poll looks into those too, marked or not.
         self._probe = True
         self._left_alone: dict[str, float] = {}
@@ -73,9 +70,9 @@ class Intake:
 
     # -- life ------------------------------------------------------------------------------------------
 
-    def start(self, channel: Any) -> None:
+    def start(self, reader: LotReader) -> None:
         """Begin, or begin again on a new connection."""
-        self._channel = channel
+        self._reader = reader
         self._running = True
         self.probe()
 
@@ -87,12 +84,9 @@ class Intake:
 
     def close(self) -> None:
         """Close the channel: what was fetched and not acknowledged goes back to its lot.  Harmless twice."""
-        channel, self._channel = self._channel, None
-        if channel is not None:
-            try:
-                channel.close()
-            except Exception as exc:  # noqa: BLE001 - the connection is gone, and with it the channel
-                logger.debug("closing the intake's channel: %r", exc)
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            reader.close()
 
     # -- what the main loop calls ----------------------------------------------------------------------
 
@@ -176,7 +170,8 @@ class Intake:
         if not self._may_fetch():
             self.agent.free(slot)
             return
-        if slot.queue in self.agent.managed and self._hot == {slot.queue} and self._fresh(confirmed):
+        # Only where there is one queue: with several, each turn is another one's.
+        if slot.queue in self._hot and [*self.agent.managed] == [slot.queue] and self._fresh(confirmed):
             lot = Lot(slot.queue, slot.queue)
             message = self._fetch(lot, slot)
             if message is not None:
@@ -251,7 +246,7 @@ class Intake:
             return
         probe, found = self._probe, False
         for lot in self._in_turn():
-            if probe and lot.name != lot.queue and lot.name not in self._seen and not self._exists(lot):
+            if not self._worth_a_look(lot, probe):
                 continue
             if not steps or not self._may_fetch() or not self._has_free_slot():
                 return
@@ -261,6 +256,13 @@ class Intake:
         if found:
             # One of each lot in turn, until all are empty or all slots are taken.
             self.look_now()
+
+    def _worth_a_look(self, lot: Lot, probe: bool) -> bool:
+        """A lot beside the queue's own is, once it is known or marked; or to find out whether it is there."""
+        assert self._reader is not None
+        if lot.name == lot.queue or self._reader.knows(lot):
+            return True
+        return (probe or lot.name in self._seen) and self._reader.exists(lot)
 
     def _has_free_slot(self) -> bool:
         size = self.agent.size()
@@ -277,7 +279,8 @@ class Intake:
         exactly as wide as its pool would be refused.
         """
         agent = self.agent
-        if not self._depth(lot):
+        assert self._reader is not None
+        if not self._reader.ready(lot):
             self._hot.discard(lot.name)
             if lot.name in self._seen:
                 self._look_again(lot.name, self._seen[lot.name])
@@ -349,49 +352,16 @@ class Intake:
                     lots.append(Lot(name, queue, Lot.SURE if name in self._hot else self._seen.get(name, 0)))
         return tuple(lots)
 
-    # -- the broker ------------------------------------------------------------------------------------
+    # -- the message -----------------------------------------------------------------------------------
 
     def _fetch(self, lot: Lot, slot: Slot) -> Any:
         """One message of a lot, or ``None``.  If the connection fails, the slot is given back."""
-        consumer = self.agent.consumer
+        assert self._reader is not None
         try:
-            if lot.name != lot.queue and not self._exists(lot):
-                return None
-            raw = self._channel.basic_get(lot.name, no_ack=False)
-        except consumer.channel_errors as exc:
-            # The queue was deleted under us.  The broker has closed the channel.
-            logger.warning("cannot fetch from %s: %s", lot.name, exc, extra={"action": "fetch_failed", "lot": lot.name})
-            self._known.discard(lot.name)
-            self._channel = consumer.connection.channel()
-            return None
+            return self._reader.fetch(lot)
         except BaseException:
             self._give_up(slot)
             raise
-        if raw is None:
-            return None
-        return raw if isinstance(raw, Message) else self._channel.message_to_python(raw)
-
-    def _depth(self, lot: Lot) -> int:
-        """How many messages are ready in a lot."""
-        if lot.name != lot.queue and lot.name not in self._known:
-            return 1 if lot.name in self._seen and self._exists(lot) else 0
-        try:
-            return int(self._channel.queue_declare(queue=lot.name, passive=True).message_count)
-        except self.agent.consumer.channel_errors:
-            # Some brokers have a queue only while there is something in it; others close the channel.
-            if getattr(self._channel, "is_open", True) is False:
-                self._channel = self.agent.consumer.connection.channel()
-                self._known.discard(lot.name)
-            return 0
-
-    def _exists(self, lot: Lot) -> bool:
-        """Whether a lot that need not exist does.  Fetching from one that does not would close the channel."""
-        if lot.name in self._known:
-            return True
-        if queue_size(self.agent.consumer.connection, lot.name) is None:
-            return False
-        self._known.add(lot.name)
-        return True
 
     def _accept(self, message: Any, slot: Slot) -> None:
         assert self.acceptance is not None

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kombu import Exchange, Producer, Queue
-from kombu.transport import virtual
 
 from ..dispatch import lot_queue, own_queue
 from ..errors import RegistryError
@@ -23,7 +22,7 @@ from ..registry import Registry, Reservation
 if TYPE_CHECKING:
     from .agent import WorkerAgent
 
-__all__ = ("Mail", "Mover", "queue_size")
+__all__ = ("Mail", "Mover")
 
 logger = logging.getLogger(__name__)
 
@@ -185,23 +184,6 @@ class Mover:
                 declare=[queue] if declare else [],
                 **{key: properties[key] for key in _PROPERTIES if properties.get(key) is not None},
             )
-
-
-def queue_size(connection: Any, name: str) -> int | None:
-    """How many messages are in the queue ``name``; ``None`` if there is no such queue.
-
-    :raises OSError: or another of the broker's connection errors.
-    """
-    with connection.channel() as channel:
-        if isinstance(channel, virtual.Channel):
-            # Kombu's emulation: whoever fetches from a queue that is not there finds it empty.  Asked whether there is
-            # one, it says no to all of them on a Redis with a ``global_keyprefix``.
-            return int(channel._size(name))
-        try:
-            return int(channel.queue_declare(queue=name, passive=True).message_count)
-        except connection.channel_errors:
-            # The broker has closed the channel.
-            return None
 
 
 def _decoded(message: Any) -> Any:

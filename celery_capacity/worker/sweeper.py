@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from ..errors import RegistryError
 from ..models import LapsedWorker
 from ..naming import own_queue_name
-from .mover import Mover, queue_size
+from .mover import Mover
+from .queues import look_at
 
 if TYPE_CHECKING:
     from .agent import WorkerAgent
@@ -78,7 +79,7 @@ def clean_up(mover: Mover, gone: LapsedWorker, fallback: str | None) -> bool:
     agent = mover.agent
     name = own_queue_name(agent.settings.namespace, gone.name)
     moved = 0
-    if queue_size(mover.connection(), name) is not None:
+    if look_at(mover.connection(), name) is not None:
         moved = mover.drain(name, fallback or agent.app.conf.task_default_queue)
     if moved:
         logger.warning(
@@ -89,7 +90,11 @@ def clean_up(mover: Mover, gone: LapsedWorker, fallback: str | None) -> bool:
         )
     if not gone.settled or moved:
         return False
-    if queue_size(mover.connection(), name) == 0:
+    state = look_at(mover.connection(), name)
+    if state is not None:
+        if state.ready or state.consumers:
+            # Something came just now; or the worker has lost the registry and not its broker.
+            return False
         with mover.connection().channel() as channel:
             channel.queue_delete(name)
     return mover.registry.forget(gone.name, gone.epoch)
