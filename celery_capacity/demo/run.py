@@ -159,9 +159,11 @@ def _wait_held(place: Place, slots: int, why: str) -> None:
     """Until the registry counts so many slots as held.  A task ends a little before its slot is given back."""
     until = time.monotonic() + _QUIET_SECONDS
     with open_registry(place.registry, place.namespace) as registry:
-        while sum(worker.held for worker in (workers := registry.overview().workers)) != slots:
+        while True:
+            held = {worker.name: worker.held for worker in registry.overview().workers}
+            if sum(held.values()) == slots:
+                return
             if time.monotonic() > until:
-                held = ", ".join(f"{worker.name} {worker.held}" for worker in workers)
                 raise DemoFailed(f"{why}, so {slots} slots should be held; the registry says: {held}")
             time.sleep(_LOOK_SECONDS)
 
