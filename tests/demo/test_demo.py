@@ -89,8 +89,9 @@ def test_it_shows_the_main_job(tmp_path: Path) -> None:
     assert row(text, "run exactly once") == [f"{TASKS} of {TASKS}"] * 2
     ratios = [float(cell.removesuffix(" ×")) for cell in row(text, "against the perfect queue")]
     assert ratios[2] == 1.0
-    # What it really is depends on how idle the machine is; a lost wake-up would make it 2.
-    assert 0.95 <= ratios[1] < 1.9
+    # What it really is depends on how idle the machine is; a lost wake-up would make it 2.  Below 1 it may be, since
+    # pinned tasks are not taken in order of arrival.
+    assert 0.8 < ratios[1] < 1.9
     for run in range(2):
         assert sum(int(row(text, f"tasks of {worker}")[run]) for worker in WORKERS) == TASKS
     assert re.search(r"task 'short' for queue 'demo-\w+' refused \(full\): w1@north full \(2/2\), w2@north full", text)
