@@ -50,16 +50,27 @@ _DEREGISTER = Script("deregister", *_MEMBERS)
 _RESERVE = Script(
     "reserve",
     *_CHOICE,
-    rarely=("answer", "classes_of", "drop_entry", "next_after", "refuse", "set_listed", "settle", "turns_of", "why_nobody"),
+    rarely=(
+        "answer",
+        "classes_of",
+        "drop_entry",
+        "next_after",
+        "refuse",
+        "set_listed",
+        "settle",
+        "turns_of",
+        "why_nobody",
+    ),
 )
 _RESERVE_WORKER = Script("reserve_worker", *_CLAIMS)
 _CLAIM_PARKED = Script("claim_parked", *_CLAIMS, "_lots")
 _COMMIT = Script("commit", *_SLOTS)
 _CANCEL = Script("cancel", *_SLOTS)
-_RELEASE = Script("release", *_CLAIMS, "_lots")
+_RELEASE = Script("release", *_CLAIMS, "_lots", "_marks")
 _SET_LIMIT = Script("set_limit", *_MEMBERS)
 _EXPIRE = Script("expire", *_MEMBERS)
 _FORGET = Script("forget", "_base")
+_FOUND_EMPTY = Script("found_empty", "_marks")
 _CENSUS = Script("census", *_CLAIMS, "_views")
 _OVERVIEW = Script("overview", *_SLOTS, "_views")
 
@@ -230,6 +241,9 @@ class RedisRegistry(Registry):
         )
         waiting, claim = (more + [None])[:2] if more else (0, None)
         return Released(_RELEASES[outcome], _claim(claim, nonce) if claim else None, bool(waiting))
+
+    def found_empty(self, lot: str, mark: int) -> bool:
+        return self._run(_FOUND_EMPTY, lot, mark) == [1]
 
     def cancel(self, token: str) -> ReleaseOutcome:
         return _RELEASES[self._run(_CANCEL, token)[0]]

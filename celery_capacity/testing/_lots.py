@@ -245,9 +245,10 @@ class LotContract(ContractBase):
         claim = claimed(registry.claim_parked("w1", epoch, [Q], marked_only=False))
         then = Claim("w1", epoch, (Q, R), marked_only=False)
         released = registry.release(claim.token, epoch, then=then, emptied=claim)
-        assert (claimed(released.claim).lot, released.waiting) == ("r", False)
+        claim = claimed(released.claim)
+        assert (claim.lot, released.waiting) == ("r", False)
         then = Claim("w1", epoch, (R,), marked_only=False)
-        released = registry.release(released.claim.token, epoch, then=then, emptied=released.claim)
+        released = registry.release(claim.token, epoch, then=then, emptied=claim)
         assert released.claim is None
         assert slots_held(registry) == 0
 
@@ -294,6 +295,29 @@ class LotContract(ContractBase):
         again = claimed(registry.release(other.token, epoch, then=Claim("w1", epoch, (seen,))).claim)
         assert again.lot == "q"
         assert again.mark != first.mark
+
+    def test_lot_that_is_surely_not_empty_counts_as_marked(self, registry: Registry) -> None:
+        epoch = registry.register(self.advert("w1", queues=("q", "r"), capacity=4))
+        claim = claimed(registry.claim_parked("w1", epoch, [Q, Lot("r", "r", Lot.SURE)]))
+        assert (claim.lot, claim.mark) == ("r", 0)
+        self._park(registry)
+        then = Claim("w1", epoch, (Lot("r", "r", Lot.SURE), Q))
+        assert claimed(registry.release(claim.token, epoch, then=then).claim).lot == "r", "in the order given"
+
+    def test_lot_can_be_found_empty_without_a_slot(self, registry: Registry) -> None:
+        epoch = registry.register(self.advert("w1"))
+        assert not registry.found_empty("q", 0)
+        self._park(registry, ttl_seconds=SHORT_SECONDS)
+        claim = claimed(registry.claim_parked("w1", epoch, [Q]))
+        registry.release(claim.token, epoch)
+        assert registry.found_empty("q", claim.mark), "the message may be on its way"
+        self._park(registry, ttl_seconds=SHORT_SECONDS)
+        newer = claimed(registry.claim_parked("w1", epoch, [Q]))
+        self.wait_until(lambda: not registry.found_empty("q", newer.mark))
+        assert not registry.found_empty("q", newer.mark)
+        self._park(registry, ttl_seconds=SHORT_SECONDS / 10)
+        self._advance(SHORT_SECONDS)
+        assert registry.found_empty("q", newer.mark), "somebody has parked since"
 
     def test_mark_stays_if_somebody_parked_since(self, registry: Registry) -> None:
         epoch = registry.register(self.advert("w1"))

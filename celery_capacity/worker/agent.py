@@ -243,6 +243,8 @@ class WorkerAgent:
     def withdraw(self) -> None:
         """Not eligible from now on.  Best effort: without the registry the lease does it."""
         self.consuming = False
+        if not self.epoch or self.capacity() == self.announced_capacity:
+            return
         try:
             self.call(self.resize, self.registry)
         except RegistryError as exc:

@@ -88,7 +88,8 @@ class Heart(threading.Thread):
             # Given back while a registration carried it: whichever came last, now it is free.
             self._call(self._registry.release, token, agent.epoch)
             agent.ledger.settle(token)
-        if self._call(agent.resize, self._registry):
+        # Not asked when there is nothing to tell: that would look as if the registry had answered.
+        if agent.capacity() != agent.announced_capacity and self._call(agent.resize, self._registry):
             agent.look()
         if agent.now() >= self._next_beat:
             self._beat()

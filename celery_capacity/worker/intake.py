@@ -176,7 +176,7 @@ class Intake:
         if not self._may_fetch():
             self.agent.free(slot)
             return
-        if slot.queue in self._hot and slot.queue in self.agent.managed and self._fresh(confirmed):
+        if slot.queue in self.agent.managed and self._hot == {slot.queue} and self._fresh(confirmed):
             lot = Lot(slot.queue, slot.queue)
             message = self._fetch(lot, slot)
             if message is not None:
@@ -191,16 +191,10 @@ class Intake:
     def _fresh(self, confirmed: float) -> bool:
         return time.monotonic() - confirmed < _REUSE_SECONDS and not self.agent.outage.active
 
-    def _release(
-        self, slot: Slot, emptied: Slot | None, lots: tuple[Lot, ...], marked_only: bool | None = None
-    ) -> Slot | None:
+    def _release(self, slot: Slot, emptied: Slot | None, lots: tuple[Lot, ...]) -> Slot | None:
         """Give the slot back and, in the same step, claim for a parked task."""
         agent = self.agent
-        if marked_only is None:
-            hot = tuple(lot for lot in lots if lot.name in self._hot)
-            # A lot that had a message a moment ago probably has another, announced or not.
-            marked_only, lots = not hot, (*hot, *(lot for lot in lots if lot.name not in self._hot))
-        then = Claim(agent.name, agent.epoch, lots, marked_only=marked_only) if lots else None
+        then = Claim(agent.name, agent.epoch, lots) if lots else None
         try:
             released: Released = agent.call(agent.registry.release, slot.token, agent.epoch, then=then, emptied=emptied)
         except RegistryError as exc:
@@ -218,11 +212,10 @@ class Intake:
             if released.waiting:
                 # Somebody has parked, and the message may still be on its way.
                 self._seen[emptied.lot or ""] = emptied.mark
-                self._look_after(self._wait)
-                self._wait = min(self._wait * 2, agent.settings.poll_seconds)
+                self._back_off()
         return self._note(released.claim)
 
-    def _use(self, claim: Slot | None, rest: tuple[Lot, ...] = (), marked_only: bool | None = None) -> bool:
+    def _use(self, claim: Slot | None) -> bool:
         """Fetch one message with a claim; lots that turn out empty pass it on.  True if a message was found."""
         while claim is not None:
             lot = Lot(claim.lot or claim.queue, claim.queue)
@@ -234,8 +227,7 @@ class Intake:
                 return True
             self._hot.discard(lot.name)
             self._confirmed.pop(claim.token, None)
-            rest = tuple(other for other in (rest or self._in_turn()) if other.name != lot.name)
-            claim = self._release(claim, claim, rest, marked_only)
+            claim = self._release(claim, claim, self._in_turn())
         return False
 
     def _note(self, claim: Slot | None) -> Slot | None:
@@ -257,49 +249,74 @@ class Intake:
         self._look_after(agent.settings.poll_seconds, earliest=False)
         if self.gatekeeper.has_waiting and self.gatekeeper.serve_waiting():
             return
-        while steps:
-            steps -= 1
-            if not self._may_fetch() or not self._poll_once():
+        probe, found = self._probe, False
+        for lot in self._in_turn():
+            if probe and lot.name != lot.queue and lot.name not in self._seen and not self._exists(lot):
+                continue
+            if not steps or not self._may_fetch() or not self._has_free_slot():
                 return
-        self.look_now()
+            if self._take(lot):
+                steps, found = steps - 1, True
+        self._probe = False
+        if found:
+            # One of each lot in turn, until all are empty or all slots are taken.
+            self.look_now()
 
-    def _poll_once(self) -> bool:
+    def _has_free_slot(self) -> bool:
+        size = self.agent.size()
+        if size is not None and self.agent.ledger.held < size:
+            return True
+        # The slot that comes free next looks, then.
+        self._seen.clear()
+        return False
+
+    def _take(self, lot: Lot) -> bool:
+        """If there is a message in the lot: claim a slot for it, and fetch it.  True if one was found.
+
+        Looking first, since a claim for nothing would take a slot away from a dispatch for a moment, and a fan
+        exactly as wide as its pool would be refused.
+        """
         agent = self.agent
-        size = agent.size()
-        if size is None or agent.ledger.held >= size:
-            # The slot that comes free next looks, then.
-            self._seen.clear()
-            return False
-        lots = self._in_turn()
-        if self._probe:
-            lots = tuple(lot for lot in lots if lot.name == lot.queue or self._exists(lot))
-            self._probe = False
-        else:
-            lots = tuple(lot for lot in lots if lot.name == lot.queue or lot.name in self._known)
-        if not lots:
+        if not self._depth(lot):
+            self._hot.discard(lot.name)
+            if lot.name in self._seen:
+                self._look_again(lot.name, self._seen[lot.name])
             return False
         if not agent.epoch or agent.outage.active:
-            return self._poll_locally(lots)
+            return self._take_locally(lot)
         try:
-            claim = agent.call(agent.registry.claim_parked, agent.name, agent.epoch, lots, marked_only=False)
+            claim = agent.call(agent.registry.claim_parked, agent.name, agent.epoch, (lot,), marked_only=False)
         except RegistryError:
-            return self._poll_locally(lots)
-        if isinstance(claim, Refusal):
-            return False
-        return self._use(self._note(claim), lots, marked_only=False)
+            return self._take_locally(lot)
+        return not isinstance(claim, Refusal) and self._use(self._note(claim))
 
-    def _poll_locally(self, lots: tuple[Lot, ...]) -> bool:
+    def _look_again(self, lot: str, mark: int) -> None:
+        """The lot is empty, and was marked: is it still?"""
+        agent = self.agent
+        try:
+            waiting = agent.call(agent.registry.found_empty, lot, mark)
+        except RegistryError:
+            waiting = True
+        if waiting:
+            self._back_off()
+        else:
+            self._seen.pop(lot, None)
+
+    def _back_off(self) -> None:
+        self._look_after(self._wait)
+        self._wait = min(self._wait * 2, self.agent.settings.poll_seconds)
+
+    def _take_locally(self, lot: Lot) -> bool:
         """Without the registry."""
-        for lot in lots:
-            slot = self.agent.local_slot(lot.queue)
-            if slot is None:
-                return False
-            message = self._fetch(lot, slot)
-            if message is not None:
-                self._accept(message, slot)
-                return True
+        slot = self.agent.local_slot(lot.queue)
+        if slot is None:
+            return False
+        message = self._fetch(lot, slot)
+        if message is None:
             self.agent.ledger.unclaim(slot)
-        return False
+            return False
+        self._accept(message, slot)
+        return True
 
     def _look_after(self, seconds: float, earliest: bool = True) -> None:
         at = time.monotonic() + seconds
@@ -328,7 +345,8 @@ class Intake:
         for queue in queues[self._turn :] + queues[: self._turn]:
             for name in (node_lot(namespace, queue, agent.node), queue, unknown_lot(namespace, queue)):
                 if now >= self._left_alone.get(name, 0.0):
-                    lots.append(Lot(name, queue, self._seen.get(name, 0)))
+                    # One that had a message a moment ago probably has another, announced or not.
+                    lots.append(Lot(name, queue, Lot.SURE if name in self._hot else self._seen.get(name, 0)))
         return tuple(lots)
 
     # -- the broker ------------------------------------------------------------------------------------
@@ -352,6 +370,19 @@ class Intake:
         if raw is None:
             return None
         return raw if isinstance(raw, Message) else self._channel.message_to_python(raw)
+
+    def _depth(self, lot: Lot) -> int:
+        """How many messages are ready in a lot."""
+        if lot.name != lot.queue and lot.name not in self._known:
+            return 1 if lot.name in self._seen and self._exists(lot) else 0
+        try:
+            return int(self._channel.queue_declare(queue=lot.name, passive=True).message_count)
+        except self.agent.consumer.channel_errors:
+            # Some brokers have a queue only while there is something in it; others close the channel.
+            if getattr(self._channel, "is_open", True) is False:
+                self._channel = self.agent.consumer.connection.channel()
+                self._known.discard(lot.name)
+            return 0
 
     def _exists(self, lot: Lot) -> bool:
         """Whether a lot that need not exist does.  Fetching from one that does not would close the channel."""

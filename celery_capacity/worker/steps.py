@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from celery import bootsteps, signals
+from celery.worker import state
 
 from ..errors import RegistryError
 from .acceptance import Acceptance
@@ -263,7 +264,8 @@ def _sliced(loop: Callable[..., Any], tick: Callable[[], None]) -> Callable[...,
 
     def run(consumer: Any, connection: Any, *args: Any, **kwargs: Any) -> Any:
         def running() -> bool:
-            return bool(consumer.blueprint.state == bootsteps.RUN)
+            ending = any(flag is not None and flag is not False for flag in (state.should_stop, state.should_terminate))
+            return bool(consumer.blueprint.state == bootsteps.RUN) and not ending
 
         return loop(consumer, _SlicedConnection(connection, tick, running), *args, **kwargs)
 
@@ -284,6 +286,9 @@ class _SlicedConnection:
     def drain_events(self, timeout: float | None = None, **kwargs: Any) -> Any:
         until = None if timeout is None else time.monotonic() + timeout
         while True:
+            if not self._running():
+                # Celery looks at its flags when we return; until then, nothing more is to be taken.
+                raise TimeoutError
             self._tick()
             try:
                 return self._connection.drain_events(timeout=_SLICE_SECONDS, **kwargs)

@@ -101,9 +101,7 @@ class TestPins:
     @pytest.mark.parametrize("countdown", [0, 0.3])
     def test_a_retry_stays_on_its_node(self, fleet: Fleet, key: str, countdown: float) -> None:
         for number in range(3):
-            fleet.tasks["retry_n"].apply_async(
-                (2,), {"countdown": countdown, "key": f"{key}-{number}"}, node="west"
-            )
+            fleet.tasks["retry_n"].apply_async((2,), {"countdown": countdown, "key": f"{key}-{number}"}, node="west")
         runs = fleet.ended(key, 9)
         assert {run.worker for run in runs} == {"w3@west"}
         assert sorted(run.retries for run in runs) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
@@ -253,7 +251,10 @@ class TestCanvas:
         # More than there are slots, so that some of them are sent while the fleet is full.
         for number in range(3 * TOTAL):
             fleet.tasks["send"].delay(
-                "record", {"key": f"{key}-child-{number}"}, {"node": "west"} if number % 3 == 0 else {}, key=f"{key}-{number}"
+                "record",
+                {"key": f"{key}-child-{number}"},
+                {"node": "west"} if number % 3 == 0 else {},
+                key=f"{key}-{number}",
             )
         runs = fleet.ended(key, 6 * TOTAL, 60)
         assert set(Counter(run.key for run in runs).values()) == {1}

@@ -119,9 +119,7 @@ class TestRevoked:
     @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
     def test_while_it_runs_several_in_a_row(self, fleet: Fleet, key: str, number: signal.Signals) -> None:
         for turn in range(3):
-            results = [
-                fleet.tasks["hold"].delay(gate=key, key=f"{key}-{turn}-{index}") for index in range(CAPACITY)
-            ]
+            results = [fleet.tasks["hold"].delay(gate=key, key=f"{key}-{turn}-{index}") for index in range(CAPACITY)]
             fleet.started(f"{key}-{turn}", CAPACITY)
             fleet.app.control.revoke([result.id for result in results], terminate=True, signal=number.name)
             assert {state_of(fleet, result) for result in results} == {"REVOKED"}

@@ -57,7 +57,7 @@ def test_the_queue_is_of_the_kind_that_the_test_says(celery_setup: CeleryTestSet
 
 
 @pytest.mark.own_servers
-@pytest.mark.parametrize("broker_kind", ["redis", "rabbitmq"])
+@pytest.mark.parametrize("broker_kind", ["redis", pytest.param("rabbitmq", marks=pytest.mark.soak)])
 def test_a_broker_that_is_restarted_is_found_again(celery_setup: CeleryTestSetup) -> None:
     add = celery_setup.app.tasks["add"]
     assert add.delay(1, 1).get(timeout=20) == 2

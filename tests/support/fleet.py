@@ -136,9 +136,7 @@ class Fleet:
         for worker in self.workers.values():
             if worker.started:
                 worker.wait_ready(limit)
-        names = {
-            worker.nodename for worker in self.workers.values() if worker.running and "1" == worker.env[_PLUGIN]
-        }
+        names = {worker.nodename for worker in self.workers.values() if worker.running and "1" == worker.env[_PLUGIN]}
         self.wait(lambda: names <= {view.name for view in self.views() if view.capacity is not None}, limit, "capacity")
 
     def close(self) -> None:
@@ -148,6 +146,9 @@ class Fleet:
         runtime = self.app.__dict__.get("capacity")
         if runtime is not None:
             runtime.registry.close()
+        if self.backend:
+            self.app.backend.result_consumer.stop()
+            self.app.backend.client.close()
         self.app.close()
 
     # -- the registry ------------------------------------------------------------------------------------
@@ -222,9 +223,7 @@ class Fleet:
 
     def runs(self, prefix: str, count: int = 0, limit: float = 0.0, *, ended: bool = False) -> list[Any]:
         def seen() -> list[Any]:
-            return [
-                run for run in self.journal.runs() if run.key.startswith(prefix) and (not ended or not run.open)
-            ]
+            return [run for run in self.journal.runs() if run.key.startswith(prefix) and (not ended or not run.open)]
 
         what = f"{count} runs of {prefix}* to have {'ended' if ended else 'started'}"
         try:

@@ -9,16 +9,7 @@ if not owner then return answer({'ALREADY'}) end
 if epoch ~= '' and epoch ~= current then return answer({'STALE'}) end
 free(owner, token, kind, queue)
 
-local waiting = 0
-if emptied ~= '' then
-  local mark = call('HGET', PREFIX .. ':marks', emptied)
-  local seen, till = string.match(mark or '', '^(%d+) (%d+)')
-  if seen == version and now >= tonumber(till) then
-    call('HDEL', PREFIX .. ':marks', emptied)
-  elseif mark then
-    waiting = 1
-  end
-end
+local waiting = emptied ~= '' and still_waiting(emptied, version) or 0
 if name ~= owner or claim_epoch ~= current then return answer({'RELEASED', waiting}) end
 
 local skip = emptied ~= '' and emptied or nil
