@@ -13,6 +13,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+import redis
+from support.servers import RedisServer
 from support.waiting import wait_until
 
 from celery_capacity.demo.figures import quantile
@@ -99,6 +101,20 @@ def test_it_shows_the_main_job(tmp_path: Path) -> None:
     assert re.search(r"\[LL\]|\[L\.\]|\[Ls\]", text)
     assert not left_behind(tmp_path)
     assert not family(tmp_path)
+
+
+def test_it_runs_on_servers_and_leaves_nothing_there(tmp_path: Path) -> None:
+    """Its broker has a ``global_keyprefix``, under which pinned tasks once waited for ever."""
+    with RedisServer(tmp_path / "redis") as server:
+        url = server.url.rpartition("/")[0]
+        with running(tmp_path, "--waves", "1", "--broker", f"{url}/2", "--registry", f"{url}/3") as process:
+            text, _ = process.communicate(timeout=100)
+        assert process.returncode == 0, text
+        assert row(text, "most held by one worker")[1] == f"{SLOTS} of {SLOTS}"
+        assert row(text, "pinned on the right node")[1] == f"{PINNED} of {PINNED}"
+        for database in (2, 3):
+            with redis.Redis.from_url(f"{url}/{database}") as client:
+                assert client.keys() == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
