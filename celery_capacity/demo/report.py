@@ -29,9 +29,10 @@ def table(plain: Figures, capacity: Figures) -> str:
     lines = [_line(row, widths) for row in rows]
     lines.insert(1, "  ".join("-" * width for width in widths))
     lines.append(
-        "The perfect queue costs nothing itself, never idles a slot while a task waits, and knows no pins; with them, a\n"
-        "task may wait for its node while the other one is free.  Plain Celery has none: what ran on the right node did\n"
-        "so by chance."
+        "The perfect queue is first come, first served, costs nothing itself, never idles a slot while a task waits, and\n"
+        "knows no pins.  With pins a task may wait for its node; and since pinned ones are fetched first, long tasks may\n"
+        "begin earlier than in order of arrival, and a wave end earlier than the perfect queue's.  Plain Celery has no\n"
+        "pins: what ran on the right node did so by chance."
     )
     return "\n".join(lines)
 

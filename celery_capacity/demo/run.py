@@ -107,8 +107,9 @@ def _run(place: Place, plugin: bool, options: Options, screen: Screen, interrupt
         figures = measure(sent, fleet.journal.read())
         refusal = ""
         if plugin:
+            _wait_held(place, 0, "all tasks have ended")
             refusal = _refused(app, fleet, screen)
-            _check_quiet(place)
+            _wait_held(place, 0, "all tasks have ended")
     return figures, refusal
 
 
@@ -143,6 +144,7 @@ def _refused(app: Celery, fleet: Fleet, screen: Screen) -> str:
     since = time.monotonic()
     filling = [Job(-1, "long", LONG_SECONDS, None)] * (SLOTS * len(WORKERS))
     sent = [Sent(job, app.tasks[job.kind].apply_async((job.seconds,)).id, since) for job in filling]
+    _wait_held(fleet.place, len(sent), "a task was sent for each slot")
     try:
         app.tasks["short"].apply_async((SHORT_SECONDS,), when_full="refuse")
     except CapacityExhausted as exc:
@@ -153,13 +155,16 @@ def _refused(app: Celery, fleet: Fleet, screen: Screen) -> str:
     return message
 
 
-def _check_quiet(place: Place) -> None:
-    """All tasks have ended: no slot may be held."""
+def _wait_held(place: Place, slots: int, why: str) -> None:
+    """Until the registry counts so many slots as held.  A task ends a little before its slot is given back."""
     until = time.monotonic() + _QUIET_SECONDS
     with open_registry(place.registry, place.namespace) as registry:
-        while held := {worker.name: worker.held for worker in registry.overview().workers if worker.held}:
+        while True:
+            held = {worker.name: worker.held for worker in registry.overview().workers}
+            if sum(held.values()) == slots:
+                return
             if time.monotonic() > until:
-                raise DemoFailed(f"all tasks have ended, but the registry still counts slots: {held}")
+                raise DemoFailed(f"{why}, so {slots} slots should be held; the registry says: {held}")
             time.sleep(_LOOK_SECONDS)
 
 

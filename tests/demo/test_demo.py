@@ -13,6 +13,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+import redis
+from support.servers import RedisServer
 from support.waiting import wait_until
 
 from celery_capacity.demo.figures import quantile
@@ -89,8 +91,9 @@ def test_it_shows_the_main_job(tmp_path: Path) -> None:
     assert row(text, "run exactly once") == [f"{TASKS} of {TASKS}"] * 2
     ratios = [float(cell.removesuffix(" ×")) for cell in row(text, "against the perfect queue")]
     assert ratios[2] == 1.0
-    # What it really is depends on how idle the machine is; a lost wake-up would make it 2.
-    assert 0.95 <= ratios[1] < 1.9
+    # What it really is depends on how idle the machine is; a lost wake-up would make it 2.  Below 1 it may be, since
+    # pinned tasks are not taken in order of arrival.
+    assert 0.8 < ratios[1] < 1.9
     for run in range(2):
         assert sum(int(row(text, f"tasks of {worker}")[run]) for worker in WORKERS) == TASKS
     assert re.search(r"task 'short' for queue 'demo-\w+' refused \(full\): w1@north full \(2/2\), w2@north full", text)
@@ -98,6 +101,20 @@ def test_it_shows_the_main_job(tmp_path: Path) -> None:
     assert re.search(r"\[LL\]|\[L\.\]|\[Ls\]", text)
     assert not left_behind(tmp_path)
     assert not family(tmp_path)
+
+
+def test_it_runs_on_servers_and_leaves_nothing_there(tmp_path: Path) -> None:
+    """Its broker has a ``global_keyprefix``, under which pinned tasks once waited for ever."""
+    with RedisServer(tmp_path / "redis") as server:
+        url = server.url.rpartition("/")[0]
+        with running(tmp_path, "--waves", "1", "--broker", f"{url}/2", "--registry", f"{url}/3") as process:
+            text, _ = process.communicate(timeout=100)
+        assert process.returncode == 0, text
+        assert row(text, "most held by one worker")[1] == f"{SLOTS} of {SLOTS}"
+        assert row(text, "pinned on the right node")[1] == f"{PINNED} of {PINNED}"
+        for database in (2, 3):
+            with redis.Redis.from_url(f"{url}/{database}") as client:
+                assert client.keys() == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
