@@ -57,9 +57,9 @@ class LotReader:
     not there, and with it gives back all that was fetched through it.
     """
 
-    def __init__(self, connection: Any) -> None:
+    def __init__(self, connection: Any, channel: Any = None) -> None:
         self._connection = connection
-        self._channel = connection.channel()
+        self._channel = connection.channel() if channel is None else channel
         self._known: set[str] = set()
 
     def fetch(self, lot: Lot) -> Any:
@@ -70,15 +70,16 @@ class LotReader:
         if lot.name != lot.queue and not self.exists(lot):
             return None
         try:
-            raw = self._channel.basic_get(lot.name, no_ack=False)
+            return self._get(lot.name)
         except self._connection.channel_errors as exc:
             # The queue was deleted under us.
             logger.warning("cannot fetch from %s: %s", lot.name, exc, extra={"action": "fetch_failed", "lot": lot.name})
             self._open_anew(lot)
             return None
-        if raw is None:
-            return None
-        return raw if isinstance(raw, Message) else self._channel.message_to_python(raw)
+
+    def _get(self, name: str) -> Any:
+        raw = self._channel.basic_get(name, no_ack=False)
+        return raw if raw is None or isinstance(raw, Message) else self._channel.message_to_python(raw)
 
     def ready(self, lot: Lot) -> int:
         """How many messages could be fetched now."""

@@ -19,7 +19,7 @@ from .gate import Gatekeeper
 from .heart import Heart, last_words
 from .intake import Intake
 from .mover import Mover
-from .queues import LotReader
+from .redis_lots import open_reader
 from .sweeper import Sweeper, clean_up
 
 __all__ = ("Announce", "Gate")
@@ -106,7 +106,7 @@ class Gate(bootsteps.StartStopStep):  # type: ignore[misc]
         if sweeper is not None:
             sweeper.gatekeeper = self.gatekeeper
         agent.stopping = False
-        self.intake.start(LotReader(consumer.connection))
+        self.intake.start(open_reader(consumer.connection))
 
     def register_with_event_loop(self, consumer: Any, hub: Any) -> None:
         """Called by Celery each time its event loop begins."""
