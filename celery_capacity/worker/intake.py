@@ -62,9 +62,11 @@ class Intake:
         #: The next poll looks into those too, marked or not.
         self._probe = True
         self._left_alone: dict[str, float] = {}
+        #: The last release asked for what is announced, and not for what is hot.
+        self._fair = False
         #: The version of each lot's mark with which it was found empty; looked at again after a while.
         self._seen: dict[str, int] = {}
-        self._turn = 0
+        self._served: str | None = None
         self._poll_at = 0.0
         self._wait = _FIRST_WAIT_SECONDS
 
@@ -208,6 +210,8 @@ class Intake:
                 # Somebody has parked, and the message may still be on its way.
                 self._seen[emptied.lot or ""] = emptied.mark
                 self._back_off()
+        if self._fair and released.claim is None:
+            self.look_now()
         return self._note(released.claim)
 
     def _use(self, claim: Slot | None) -> bool:
@@ -334,7 +338,7 @@ class Intake:
         return self._running and self.agent.may_take_work and self.agent.ledger.delayed < self.agent.settings.eta_limit
 
     def _in_turn(self) -> tuple[Lot, ...]:
-        """The lots, beginning with another queue each time.
+        """The lots, beginning with the queue after the one that was served last.
 
         Of each queue the pinned tasks come first, since they can run nowhere else.
         """
@@ -342,10 +346,10 @@ class Intake:
         queues = list(agent.managed)
         if not queues:
             return ()
-        self._turn = (self._turn + 1) % len(queues)
+        turn = queues.index(self._served) + 1 if self._served in queues else 0
         now = time.monotonic()
         lots = []
-        for queue in queues[self._turn :] + queues[: self._turn]:
+        for queue in queues[turn:] + queues[:turn]:
             for name in (node_lot(namespace, queue, agent.node), queue, unknown_lot(namespace, queue)):
                 if now >= self._left_alone.get(name, 0.0):
                     # One that had a message a moment ago probably has another, announced or not.
@@ -367,6 +371,7 @@ class Intake:
         assert self.acceptance is not None
         consumer = self.agent.consumer
         message.accept = consumer.task_consumer.accept
+        self._served = slot.queue
         if message.errors:
             try:
                 message._reraise_error(consumer.on_decode_error)

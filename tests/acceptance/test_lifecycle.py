@@ -16,8 +16,7 @@ from support.sampling import Sampler
 from support.servers import RabbitServer, RedisServer, unique
 
 from celery_capacity import CapacityExhausted
-from celery_capacity.models import Demand, Refusal, WorkerState
-from celery_capacity.registry import Reservation
+from celery_capacity.models import WorkerState
 
 ONE = {"w1@north": {}}
 TWO = {"w1@north": {}, "w2@south": {}}
@@ -66,7 +65,9 @@ class TestWarmShutdown:
             fleet.settle()
             assert set(fleet.journal.executions().values()) == {1}
 
-    @pytest.mark.parametrize("pool", ["threads", "gevent", "solo"])
+    @pytest.mark.parametrize(
+        "pool", ["gevent", *(pytest.param(pool, marks=pytest.mark.soak) for pool in ("threads", "solo"))]
+    )
     def test_with_every_pool(self, fleets: Fleets, pool: str, key: str) -> None:
         size = 1 if pool == "solo" else 2
         with fleets.own("redis", {"w1@north": {"pool": pool, "concurrency": size}}, SHORT) as fleet:
@@ -172,7 +173,7 @@ class TestBroker:
         fleet.assert_takes(4)
         fleet.wait(lambda: not fleet.held() and not fleet.left(), 20, "a quiet fleet")
 
-    @pytest.mark.parametrize("broker_kind", ["redis", "rabbitmq"])
+    @pytest.mark.parametrize("broker_kind", ["redis", pytest.param("rabbitmq", marks=pytest.mark.soak)])
     def test_a_restart(self, fleets: Fleets, broker_kind: str, key: str, tmp_path: Path) -> None:
         server: RedisServer | RabbitServer
         server = RedisServer(tmp_path, persistence=True) if broker_kind == "redis" else RabbitServer(tmp_path)
@@ -357,7 +358,7 @@ class TestNames:
 
 
 class TestRemoteControl:
-    @pytest.mark.parametrize("broker_kind", ["redis", "rabbitmq"])
+    @pytest.mark.parametrize("broker_kind", ["redis", pytest.param("rabbitmq", marks=pytest.mark.soak)])
     def test_a_queue_is_added_and_cancelled(self, fleets: Fleets, broker_kind: str, key: str) -> None:
         with fleets.own(broker_kind, TWO, SHORT) as fleet, Sampler(fleet.registry):
             other = unique("other")

@@ -93,7 +93,7 @@ def test_as_many_tasks_as_processes_run_at_once(fleets: Fleets, key: str) -> Non
             fleet.wait(lambda: not fleet.held(), 10, "all slots to be given back")
 
 
-@pytest.mark.parametrize("broker_kind", ["redis", "rabbitmq"])
+@pytest.mark.parametrize("broker_kind", ["redis", pytest.param("rabbitmq", marks=pytest.mark.soak)])
 def test_the_pool_is_full_as_long_as_there_is_enough(fleets: Fleets, broker_kind: str, key: str) -> None:
     """A6: running = capacity in every sample, until there are fewer tasks than that."""
     capacity = 8
@@ -130,20 +130,19 @@ def test_tasks_with_a_countdown_do_not_pile_up(fleets: Fleets, broker_kind: str,
         folders = dict.fromkeys(("data_folder_in", "data_folder_out"), str(tmp_path))
         conf = {"broker_transport_options": {**folders, "control_folder": str(tmp_path / "control")}}
         servers = {"broker": "filesystem://"}
-    with fleets.own(broker_kind, {"w1@test": {"concurrency": 2}}, conf, **servers) as fleet:
-        with Sampler(fleet.registry):
-            eta = datetime.now(timezone.utc) + timedelta(seconds=2)
-            # A transport without an event loop has Celery's own timer bring them, a second later at worst.
-            count = 60 if broker_kind == "redis" else 12
-            for number in range(count):
-                fleet.tasks["record"].apply_async(kwargs={"key": f"{key}-{number}", "seconds": 0.02}, eta=eta)
+    with fleets.own(broker_kind, {"w1@test": {"concurrency": 2}}, conf, **servers) as fleet, Sampler(fleet.registry):
+        eta = datetime.now(timezone.utc) + timedelta(seconds=2)
+        # A transport without an event loop has Celery's own timer bring them, a second later at worst.
+        count = 60 if broker_kind == "redis" else 12
+        for number in range(count):
+            fleet.tasks["record"].apply_async(kwargs={"key": f"{key}-{number}", "seconds": 0.02}, eta=eta)
 
-            assert len(fleet.ended(key, count, 60)) == count
-            assert set(fleet.journal.executions().values()) == {1}
-            assert fleet.max_parallel() == 2
-            fleet.wait(lambda: not fleet.held(), 10, "all slots to be given back")
-            fleet.assert_takes(2)
-            assert fleet.complaints() == []
+        assert len(fleet.ended(key, count, 60)) == count
+        assert set(fleet.journal.executions().values()) == {1}
+        assert fleet.max_parallel() == 2
+        fleet.wait(lambda: not fleet.held(), 10, "all slots to be given back")
+        fleet.assert_takes(2)
+        assert fleet.complaints() == []
 
 
 @pytest.mark.parametrize("broker_kind", MATRIX)
@@ -192,6 +191,16 @@ class TestTurnsOfQueues:
             fleet.journal.open_gate(gate)
             first = [run.key.split("-")[2] for run in fleet.ended(key, 60)][:30]
             assert abs(first.count("a") - first.count("b")) <= 2
+
+    def test_a_pinned_task_does_not_wait_for_all_that_is_not_pinned(self, fleets: Fleets, key: str) -> None:
+        with fleets.own("redis", {"w1@north": {"concurrency": 1}}) as fleet:
+            gate = fleet.fill(1)
+            for number in range(100):
+                fleet.tasks["record"].delay(key=f"{key}-{number}", seconds=0.02)
+            fleet.tasks["record"].apply_async(kwargs={"key": f"{key}-pinned"}, node="north")
+            fleet.journal.open_gate(gate)
+            order = [run.key for run in fleet.ended(key, 101)]
+            assert order.index(f"{key}-pinned") <= 30
 
     def test_one_queue_is_served_in_its_order(self, fleets: Fleets, key: str) -> None:
         with fleets.use("redis", {"w1@test": {"concurrency": 1}}) as fleet:

@@ -12,7 +12,7 @@ import importlib.util
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from celery_capacity.registry import Registry
 
 from .journal import Journal
 from .sampling import Sampler
-from .servers import RabbitServer, RedisServer, shared_rabbit_url, unique
+from .servers import RedisServer, shared_rabbit_url, unique
 from .tasks_app import build_app
 from .waiting import wait_until
 from .workers import WorkerProcess, end_workers
@@ -136,7 +136,7 @@ class Fleet:
         for worker in self.workers.values():
             if worker.started:
                 worker.wait_ready(limit)
-        names = {worker.nodename for worker in self.workers.values() if worker.running and "1" == worker.env[_PLUGIN]}
+        names = {worker.nodename for worker in self.workers.values() if worker.running and worker.env[_PLUGIN] == "1"}
         self.wait(lambda: names <= {view.name for view in self.views() if view.capacity is not None}, limit, "capacity")
 
     def close(self) -> None:
@@ -147,7 +147,10 @@ class Fleet:
         if runtime is not None:
             runtime.registry.close()
         if self.backend:
-            self.app.backend.result_consumer.stop()
+            consumer = self.app.backend.result_consumer
+            consumer.stop()
+            # Or a result that is collected later would try to unsubscribe, at a server that may be gone.
+            consumer._pubsub = None
             self.app.backend.client.close()
         self.app.close()
 
@@ -389,5 +392,5 @@ class Fleets:
         return fleet, stack
 
     def _end(self, key: str) -> None:
-        fleet, stack = self._kept.pop(key)
+        _fleet, stack = self._kept.pop(key)
         stack.close()
