@@ -62,10 +62,9 @@ class Intake:
         #: The next poll looks into those too, marked or not.
         self._probe = True
         self._left_alone: dict[str, float] = {}
-        #: The last release asked for what is announced, and not for what is hot.
-        self._fair = False
         #: The version of each lot's mark with which it was found empty; looked at again after a while.
         self._seen: dict[str, int] = {}
+        #: The queue that had its turn last.
         self._served: str | None = None
         self._poll_at = 0.0
         self._wait = _FIRST_WAIT_SECONDS
@@ -210,8 +209,6 @@ class Intake:
                 # Somebody has parked, and the message may still be on its way.
                 self._seen[emptied.lot or ""] = emptied.mark
                 self._back_off()
-        if self._fair and released.claim is None:
-            self.look_now()
         return self._note(released.claim)
 
     def _use(self, claim: Slot | None) -> bool:

@@ -70,21 +70,21 @@ class TestWarmShutdown:
     )
     def test_with_every_pool(self, fleets: Fleets, pool: str, key: str) -> None:
         size = 1 if pool == "solo" else 2
-        with fleets.own("redis", {"w1@north": {"pool": pool, "concurrency": size}}, SHORT) as fleet:
-            with Sampler(fleet.registry):
-                gate = fleet.fill(size)
-                for number in range(4):
-                    fleet.tasks["record"].delay(key=f"{key}-{number}")
-                worker = fleet.workers["w1@north"]
-                worker.terminate()
-                worker.wait_log("Warm shutdown", 10)
-                fleet.journal.open_gate(gate)
-                worker.wait(30)
-                assert [run.outcome for run in fleet.ended(gate, size)] == ["returned"] * size
-                # A solo worker looks at the signal only between two tasks, and may have begun another by then.
-                begun = len(fleet.runs(key))
-                assert begun <= (1 if pool == "solo" else 0)
-                assert fleet.left() == {fleet.queue: 4 - begun}
+        own = fleets.own("redis", {"w1@north": {"pool": pool, "concurrency": size}}, SHORT)
+        with own as fleet, Sampler(fleet.registry):
+            gate = fleet.fill(size)
+            for number in range(4):
+                fleet.tasks["record"].delay(key=f"{key}-{number}")
+            worker = fleet.workers["w1@north"]
+            worker.terminate()
+            worker.wait_log("Warm shutdown", 10)
+            fleet.journal.open_gate(gate)
+            worker.wait(30)
+            assert [run.outcome for run in fleet.ended(gate, size)] == ["returned"] * size
+            # A solo worker looks at the signal only between two tasks, and may have begun another by then.
+            begun = len(fleet.runs(key))
+            assert begun <= (1 if pool == "solo" else 0)
+            assert fleet.left() == {fleet.queue: 4 - begun}
 
     def test_of_one_under_load_loses_nothing(self, fleets: Fleets, key: str) -> None:
         with fleets.own("rabbitmq", TWO, SHORT) as fleet, Sampler(fleet.registry):
