@@ -20,6 +20,7 @@ from celery.utils.time import maybe_iso8601, maybe_make_aware
 from kombu import Exchange, Queue
 from kombu.common import Broadcast
 
+from .connection import CapacityConnection
 from .errors import CapacityExhausted, ConfigurationError, RegistryError
 from .models import Demand, Refusal, Slot
 from .naming import HEADER, node_lot, own_queue_name
@@ -81,6 +82,8 @@ class CapacityRouter(Router):  # type: ignore[misc]
 
 class CapacityAMQPMixin:
     """What the plugin adds to an app's AMQP class.  ``app.capacity`` has the parts."""
+
+    Connection = CapacityConnection
 
     app: Any
     queues: Any

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import ClassVar
 
 from .errors import InvalidAdvertError, InvalidDemandError
 
@@ -190,8 +191,12 @@ class Lot:
 
     ``seen`` is the version of a mark with which the caller has found the lot empty: a mark of that version does
     not count as set for this caller, who looks again by itself.  So a mark that has to stay, since a message may
-    still be on its way, does not cost every release a fetch.
+    still be on its way, does not cost every release a fetch.  ``seen=Lot.SURE``: the caller knows that something is in
+    it; it counts as marked, whatever its mark.
     """
+
+    #: For ``seen``: no need to ask for a mark.
+    SURE: ClassVar[int] = -1
 
     name: str
     queue: str
@@ -323,7 +328,8 @@ class LapsedWorker:
     """A worker that is gone and whose own queue still has to be looked after.
 
     ``settled``: no reservation for it can be in flight any more, so that an empty own queue can be deleted
-    and the entry forgotten.
+    and the entry forgotten.  In flight may be what was reserved and not committed when it went, or when it
+    registered anew, until its deadline.  What was committed has arrived; what was cancelled was never sent.
     """
 
     name: str

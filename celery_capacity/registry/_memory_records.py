@@ -78,7 +78,7 @@ class Worker:
         "drain_until",
         "epoch",
         "groups",
-        "last_deadline",
+        "inherited_until",
         "name",
         "node",
         "slots",
@@ -97,8 +97,8 @@ class Worker:
         self.status = UNKNOWN
         self.slots: dict[str, Held] = {}
         self.committed = 0
-        #: Latest deadline of any reservation ever made on it: until then a message may be on its way to it.
-        self.last_deadline = 0.0
+        #: Until then a reservation of an older registration of the name may be on its way to it.
+        self.inherited_until = 0.0
         self.alarm_at = math.inf
         self.groups: tuple[Group, ...] = ()
 
@@ -134,8 +134,8 @@ class Gone:
 
     __slots__ = ("cleaner", "cleaner_until", "settled_at", "worker")
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: Worker, settled_at: float) -> None:
         self.worker = worker
-        self.settled_at = worker.last_deadline
+        self.settled_at = settled_at
         self.cleaner: str | None = None
         self.cleaner_until = 0.0

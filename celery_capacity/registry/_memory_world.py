@@ -165,8 +165,15 @@ class World:
 
     def bury(self, worker: Worker) -> None:
         """The worker is gone: free its slots and leave an entry for the sweepers."""
+        settled_at = self.settled_at(worker)
         self.withdraw(worker)
-        self.gone[worker.name] = Gone(worker)
+        self.gone[worker.name] = Gone(worker, settled_at)
+
+    @staticmethod
+    def settled_at(worker: Worker) -> float:
+        """Until when a reservation may be on its way to it.  To be asked before its slots are freed."""
+        deadlines = (held.deadline for held in worker.slots.values() if held.committed_at is None)
+        return max(worker.inherited_until, max(deadlines, default=0.0))
 
     def refresh(self, worker: Worker, now: float) -> None:
         """The one derivation of a worker's status."""
@@ -262,7 +269,6 @@ class World:
         else:
             held = Held(token, worker, queue, deadline, None)
             heappush(self.deadlines, (deadline, serial, held))
-            worker.last_deadline = max(worker.last_deadline, deadline)
         slots = worker.slots
         self.slots[token] = slots[token] = held
         queue.held += 1

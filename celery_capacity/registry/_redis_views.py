@@ -45,7 +45,7 @@ def _queue(fields: list[Any]) -> QueueView:
 
 
 def _worker(fields: list[Any], now: int) -> WorkerView:
-    epoch, node, capacity, held, late_at, _, drain, _, _, _, committed, queues, lease, host, pid, *shown = fields
+    epoch, node, capacity, held, late_at, _, drain, _, _, committed, queues, lease, host, pid, *shown = fields
     name, condition, reason = shown
     return WorkerView(
         name=name.decode(),

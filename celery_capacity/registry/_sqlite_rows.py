@@ -26,6 +26,7 @@ __all__ = (
     "park",
     "prune_cursors",
     "put_back",
+    "settled_at",
     "take",
     "take_out_gone",
     "withdraw",
@@ -45,7 +46,6 @@ class WorkerRow(NamedTuple):
     drain: str | None
     drain_until: float | None
     beat: float
-    last_deadline: float
     lease_seconds: float
     lapse_seconds: float
     host: str
@@ -67,7 +67,7 @@ class SlotRow(NamedTuple):
 
 
 WORKER_COLUMNS = (
-    "w.id, w.name, w.epoch, w.node, w.class, w.capacity, w.held, w.drain, w.drain_until, w.beat, w.last_deadline, "
+    "w.id, w.name, w.epoch, w.node, w.class, w.capacity, w.held, w.drain, w.drain_until, w.beat, "
     "w.lease_seconds, w.lapse_seconds, w.host, w.pid, w.queues"
 )
 
@@ -80,9 +80,9 @@ _ADD_CLASS = "INSERT OR IGNORE INTO class (digest) VALUES (:digest)"
 _CLASS = "SELECT id FROM class WHERE digest = :digest"
 _ADD_CLASS_TASK = "INSERT INTO class_task (class, task) VALUES (?, ?)"
 _ADD_WORKER = """
-    INSERT INTO worker (ns, name, epoch, node, class, capacity, beat, last_deadline, lease_seconds, lapse_seconds,
+    INSERT INTO worker (ns, name, epoch, node, class, capacity, beat, inherited_until, lease_seconds, lapse_seconds,
                         host, pid, queues)
-    VALUES (:ns, :name, :epoch, :node, :class, :capacity, :now, :last_deadline, :lease_seconds, :lapse_seconds,
+    VALUES (:ns, :name, :epoch, :node, :class, :capacity, :now, :inherited_until, :lease_seconds, :lapse_seconds,
             :host, :pid, :queues)
 """
 _ADD_SEAT = """
@@ -107,11 +107,16 @@ _PRUNE_CURSORS = """
                WHERE p.ns = :ns AND p.queue = :queue AND (cursor.task = '' OR EXISTS (
                   SELECT 1 FROM class_task t WHERE t.class = p.class AND t.task = cursor.task))))
 """
+# A committed slot has no deadline.
+_SETTLED_AT = """
+    SELECT max(inherited_until, coalesce((SELECT max(deadline) FROM slot WHERE worker = :id), 0))
+      FROM worker WHERE id = :id
+"""
 _ADD_GONE = """
     INSERT OR REPLACE INTO gone (ns, name, epoch, settled_at, node, capacity, beat, host, pid, queues)
-    SELECT ns, name, epoch, last_deadline, node, capacity, beat, host, pid, queues FROM worker WHERE id = :id
+    SELECT ns, name, epoch, :settled_at, node, capacity, beat, host, pid, queues FROM worker WHERE id = :id
 """
-_SETTLED_AT = "SELECT settled_at FROM gone WHERE ns = :ns AND name = :name"
+_GONE_SETTLED_AT = "SELECT settled_at FROM gone WHERE ns = :ns AND name = :name"
 _DROP_GONE = "DELETE FROM gone WHERE ns = :ns AND name = :name"
 
 
@@ -130,15 +135,21 @@ def next_epoch(tx: Transaction, wall_clock_seconds: float) -> int:
 
 
 def take_out_gone(tx: Transaction, name: str) -> float:
-    """Take the entry of a gone worker out; until when a message may still be on its way to it."""
-    row = tx.one(_SETTLED_AT, {"ns": tx.ns, "name": name})
+    """Take the entry of a gone worker out; until when a reservation may be on its way to it."""
+    row = tx.one(_GONE_SETTLED_AT, {"ns": tx.ns, "name": name})
     if row is None:
         return 0.0
     tx.execute(_DROP_GONE, {"ns": tx.ns, "name": name})
     return float(row[0])
 
 
-def enroll(tx: Transaction, advert: Advert, epoch: int, last_deadline: float) -> int:
+def settled_at(tx: Transaction, worker: WorkerRow) -> float:
+    """Until when a reservation may be on its way to it.  To be asked before its slots are freed."""
+    (at,) = tx.one(_SETTLED_AT, {"id": worker.id})
+    return float(at)
+
+
+def enroll(tx: Transaction, advert: Advert, epoch: int, inherited_until: float) -> int:
     """Put a worker where choices find it; returns its row id."""
     worker = tx.execute(
         _ADD_WORKER,
@@ -150,7 +161,7 @@ def enroll(tx: Transaction, advert: Advert, epoch: int, last_deadline: float) ->
             "class": _task_class(tx, advert.tasks),
             "capacity": advert.capacity,
             "now": tx.now,
-            "last_deadline": last_deadline,
+            "inherited_until": inherited_until,
             "lease_seconds": advert.lease_seconds,
             "lapse_seconds": advert.lapse_seconds,
             "host": advert.host,
@@ -190,7 +201,7 @@ def prune_cursors(tx: Transaction, queues: Iterable[str]) -> None:
 
 def bury(tx: Transaction, worker: WorkerRow) -> None:
     """The worker is gone: free its slots and leave an entry for the sweepers."""
-    tx.execute(_ADD_GONE, {"id": worker.id})
+    tx.execute(_ADD_GONE, {"id": worker.id, "settled_at": settled_at(tx, worker)})
     withdraw(tx, worker)
     prune_cursors(tx, worker.queues)
 

@@ -13,7 +13,7 @@ __all__ = ("APPLICATION_ID", "SCHEMA", "VERSION")
 #: Tells our files from other people's (PRAGMA application_id); it reads "cCap".
 APPLICATION_ID = 0x63436170
 #: PRAGMA user_version.  Raise it with every change of the schema that an older release would not understand.
-VERSION = 1
+VERSION = 2
 
 SCHEMA = (
     # How far the store's clock is ahead of the machine's monotonic one since this boot.  One row at most.
@@ -31,7 +31,8 @@ SCHEMA = (
     "CREATE TABLE class (id INTEGER PRIMARY KEY, digest TEXT NOT NULL UNIQUE)",
     "CREATE TABLE class_task (class INTEGER NOT NULL, task TEXT NOT NULL, PRIMARY KEY (class, task)) WITHOUT ROWID",
     # beat: the last heartbeat.  late: found late by a choice, so out of the open seats until the next heartbeat.
-    # drain: the reason, NULL = not draining.  last_deadline: of any reservation it ever had.  queues: as JSON, in order.
+    # drain: the reason, NULL = not draining.  inherited_until: until then a reservation of an older registration
+    # may be on its way to it.  queues: as JSON, in order.
     """
     CREATE TABLE worker (
         id INTEGER PRIMARY KEY,
@@ -46,7 +47,7 @@ SCHEMA = (
         drain TEXT,
         drain_until REAL,
         beat REAL NOT NULL,
-        last_deadline REAL NOT NULL,
+        inherited_until REAL NOT NULL,
         lease_seconds REAL NOT NULL,
         lapse_seconds REAL NOT NULL,
         host TEXT NOT NULL,
@@ -155,9 +156,7 @@ SCHEMA = (
     """,
     """
     CREATE TRIGGER slot_taken AFTER INSERT ON slot BEGIN
-        UPDATE worker
-           SET held = held + 1, last_deadline = max(last_deadline, coalesce(new.deadline, 0))
-         WHERE id = new.worker;
+        UPDATE worker SET held = held + 1 WHERE id = new.worker;
         INSERT INTO queue (ns, name, held) VALUES (new.ns, new.queue, 1)
             ON CONFLICT (ns, name) DO UPDATE SET held = held + 1;
     END

@@ -62,6 +62,8 @@ class Registry(ABC):
         Whatever an older registration of the name held is released in the same step; then ``holding``, the
         slots that the worker really holds now (it comes back after a lapse, or the store was lost), are put
         back as committed, under their old tokens and the new epoch, even past the capacity, since they run.
+        The deadlines of what was released without having been committed are remembered, for the day when the
+        worker is gone (:attr:`~celery_capacity.models.LapsedWorker.settled`).
         All or nothing: nothing is left behind by a call that raises.
         """
 
@@ -93,6 +95,9 @@ class Registry(ABC):
     @abstractmethod
     def deregister(self, worker: str, epoch: int) -> bool:
         """The worker is gone: free all its slots and leave an entry for :meth:`expire` to hand out.
+
+        The deadlines of those that are not committed are kept in the entry: until then the worker is not
+        :attr:`~celery_capacity.models.LapsedWorker.settled`.
 
         False, and nothing changed, if the epoch is not current; so a second call is harmless.
         """
@@ -150,9 +155,10 @@ class Registry(ABC):
         ``epoch``, if given, is the epoch of the worker that speaks; one that does not hold the token
         changes nothing.  ``then``: turn the slot that was freed by this very call into a claim for a parked
         task, if one of the lots is marked (or without a mark: see :class:`~celery_capacity.models.Claim`),
-        the worker is eligible but for being full, and it is not above its capacity.  ``emptied`` is the claim whose lot was found empty: its mark is cleared, unless
-        somebody has parked since (another version) or the last parked message may still be on its way
-        (parked less than the demand's ``ttl_seconds`` ago); and it is not claimed again by ``then``.
+        the worker is eligible but for being full, and it is not above its capacity.  ``emptied`` is the claim
+        whose lot was found empty: its mark is cleared, unless somebody has parked since (another version) or the
+        last parked message may still be on its way (parked less than the demand's ``ttl_seconds`` ago); and it is
+        not claimed again by ``then``.
         """
 
     @abstractmethod
@@ -188,6 +194,10 @@ class Registry(ABC):
         Each gone worker is handed to one ``cleaner`` at a time; it stays its until ``lease_seconds`` after
         its last call, then another may get it.  Called again by the same cleaner it is handed out again.
         A worker that registers again is no longer handed out.
+
+        One is ``settled`` from the latest deadline on of the reservations that were uncommitted when it went, or
+        when it registered anew before that, under whatever epoch.  Reservations that were committed, cancelled or
+        released in time do not count.
         """
 
     @abstractmethod
@@ -220,9 +230,10 @@ class Reservation:
     """A slot that was claimed and must now be handed over or given back.
 
     Use it as a context manager: leaving the block without :meth:`commit` or :meth:`transfer` gives the slot
-    back.  A slot that is committed already (``reserve_worker(..., commit=True)``) counts as handed over: its worker
-    holds it until :meth:`Registry.release`, and leaving the block does nothing.  If that fails, an error naming the worker and the token is logged, since the slot is lost until
-    its deadline; the exception that left the block is never replaced.
+    back.  If that fails, an error naming the worker and the token is logged, since the slot is lost until its
+    deadline; the exception that left the block is never replaced.  A slot that is committed already
+    (``reserve_worker(..., commit=True)``) counts as handed over: its worker holds it until
+    :meth:`Registry.release`, and leaving the block does nothing.
     """
 
     __slots__ = ("_open", "_registry", "slot")

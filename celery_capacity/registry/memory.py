@@ -99,10 +99,10 @@ class MemoryRegistry(Registry):
             older = world.workers.get(advert.worker)
             gone = world.gone.pop(advert.worker, None)
             if older is not None:
+                worker.inherited_until = world.settled_at(older)
                 world.withdraw(older)
-                worker.last_deadline = older.last_deadline
             elif gone is not None:
-                worker.last_deadline = gone.settled_at
+                worker.inherited_until = gone.settled_at
             for slot in slots:
                 world.put_back(worker, slot, now)
             world.enroll(worker, now)
@@ -255,7 +255,8 @@ class MemoryRegistry(Registry):
         why_not = Reason.NOT_WAITING
         for lot in lots:
             mark = world.marks.get(lot.name)
-            if (mark is None or mark.version == lot.seen) and marked_only:
+            counts = lot.seen == Lot.SURE or (mark is not None and mark.version != lot.seen)
+            if marked_only and not counts:
                 continue
             reason = world.why_not(worker, lot.queue)
             if reason is None:

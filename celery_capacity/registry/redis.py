@@ -50,7 +50,17 @@ _DEREGISTER = Script("deregister", *_MEMBERS)
 _RESERVE = Script(
     "reserve",
     *_CHOICE,
-    rarely=("answer", "classes_of", "drop_entry", "next_after", "refuse", "set_listed", "settle", "turns_of", "why_nobody"),
+    rarely=(
+        "answer",
+        "classes_of",
+        "drop_entry",
+        "next_after",
+        "refuse",
+        "set_listed",
+        "settle",
+        "turns_of",
+        "why_nobody",
+    ),
 )
 _RESERVE_WORKER = Script("reserve_worker", *_CLAIMS)
 _CLAIM_PARKED = Script("claim_parked", *_CLAIMS, "_lots")

@@ -90,13 +90,13 @@ class SQLiteRegistry(Registry):
         with self._file.write() as tx:
             rows.catch_up(tx)
             older = rows.find_worker(tx, advert.worker)
-            last_deadline = rows.take_out_gone(tx, advert.worker)
+            inherited_until = rows.take_out_gone(tx, advert.worker)
             if older is not None:
                 _report_freed(tx, logging.INFO, older, "it registers anew")
+                inherited_until = rows.settled_at(tx, older)
                 rows.withdraw(tx, older)
-                last_deadline = older.last_deadline
             epoch = rows.next_epoch(tx, time.time())
-            worker = rows.enroll(tx, advert, epoch, last_deadline)
+            worker = rows.enroll(tx, advert, epoch, inherited_until)
             for slot in slots:
                 rows.put_back(tx, worker, slot)
             if older is not None:
@@ -209,7 +209,8 @@ class SQLiteRegistry(Registry):
         refusal = Refusal(Reason.NOT_WAITING)
         for lot in lots:
             mark = tx.one(_MARK, {"ns": tx.ns, "lot": lot.name})
-            if (mark is None or mark[0] == lot.seen) and marked_only:
+            counts = lot.seen == Lot.SURE or (mark is not None and mark[0] != lot.seen)
+            if marked_only and not counts:
                 continue
             reason = why_not(tx, worker, lot.queue)
             if reason is None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from ..models import CommitOutcome, Demand, LapsedWorker, Reason, ReleaseOutcome, Standing, WorkerState
-from ..registry.contract import Registry
+from typing import Any
+
+from ..models import CommitOutcome, Demand, LapsedWorker, Lot, Reason, ReleaseOutcome, Slot, Standing, WorkerState
+from ..registry.contract import Registry, Reservation
 from ._base import LONG_SECONDS, SHORT_SECONDS, ContractBase, refused, slots_held, take, view
 
 __all__ = ("CleanupContract",)
@@ -101,6 +103,110 @@ class CleanupContract(ContractBase):
             # Once over a live registration, once over a gone one.
             registry.deregister("w1", registry.register(self.advert("w1")))
             assert [g.settled for g in registry.expire("cleaner")] == [False], "its message may still be on its way"
+
+    def _settled(self, registry: Registry, name: str = "w1") -> bool:
+        """Of a worker that is gone."""
+        (settled,) = [gone.settled for gone in registry.expire("cleaner") if gone.name == name]
+        return settled
+
+    def _commit(self, registry: Registry, epoch: int, **changes: Any) -> Slot:
+        slot = take(registry, self.demand(**changes))
+        assert registry.commit(slot.token, slot.worker, epoch) is CommitOutcome.COMMITTED
+        return slot
+
+    def test_what_was_committed_has_arrived(self, registry: Registry) -> None:
+        epoch = registry.register(self.advert("w1", capacity=3))
+        self._commit(registry, epoch)
+        released = self._commit(registry, epoch)
+        assert registry.release(released.token, epoch).outcome is ReleaseOutcome.RELEASED
+        registry.deregister("w1", epoch)
+        assert self._settled(registry)
+
+    def test_what_a_worker_claimed_for_itself_or_put_back_is_not_in_flight(self, registry: Registry) -> None:
+        epoch = registry.register(self.advert("w1", capacity=3))
+        claim = registry.reserve_worker("w1", epoch, self.demand(), commit=True)
+        assert isinstance(claim, Reservation)
+        assert isinstance(registry.claim_parked("w1", epoch, [Lot("q", "q")], marked_only=False), Slot)
+        assert registry.restore("w1", epoch, [Slot("lost", "w1", epoch, "q", committed=True)]) == 1
+        registry.deregister("w1", epoch)
+        assert self._settled(registry)
+
+    def test_what_was_cancelled_was_never_sent(self, registry: Registry) -> None:
+        epoch = registry.register(self.advert("w1"))
+        assert registry.cancel(take(registry, self.demand()).token) is ReleaseOutcome.RELEASED
+        answer = registry.reserve_worker("w1", epoch, self.demand())
+        assert isinstance(answer, Reservation)
+        answer.release()
+        registry.deregister("w1", epoch)
+        assert self._settled(registry)
+
+    def test_what_was_released_before_it_was_committed_has_arrived(self, registry: Registry) -> None:
+        epoch = registry.register(self.advert("w1"))
+        assert registry.release(take(registry, self.demand()).token, epoch).outcome is ReleaseOutcome.RELEASED
+        registry.deregister("w1", epoch)
+        assert self._settled(registry)
+
+    def test_reservation_whose_deadline_has_passed_is_not_in_flight(self, registry: Registry) -> None:
+        epoch = registry.register(self.advert("w1"))
+        slot = take(registry, self.demand(ttl_seconds=SHORT_SECONDS))
+        self.wait_until(lambda: registry.heartbeat("w1", epoch).store_time > slot.deadline)
+        registry.deregister("w1", epoch)
+        assert self._settled(registry)
+
+    def test_one_of_several_that_is_uncommitted_is_waited_for(self, registry: Registry) -> None:
+        epoch = registry.register(self.advert("w1", capacity=4))
+        self._commit(registry, epoch)
+        uncommitted = take(registry, self.demand(ttl_seconds=2.0))
+        registry.cancel(take(registry, self.demand()).token)
+        self._commit(registry, epoch)
+        registry.deregister("w1", epoch)
+        assert not self._settled(registry)
+        self.wait_until(lambda: self._settled(registry))
+        other = registry.register(self.advert("w2"))
+        assert registry.heartbeat("w2", other).store_time >= uncommitted.deadline
+
+    def test_the_latest_of_several_that_are_uncommitted_is_waited_for(self, registry: Registry) -> None:
+        epoch = registry.register(self.advert("w1", capacity=4))
+        for seconds in (SHORT_SECONDS, LONG_SECONDS, SHORT_SECONDS):
+            take(registry, self.demand(ttl_seconds=seconds))
+        registry.deregister("w1", epoch)
+        self._advance(2 * SHORT_SECONDS)
+        assert not self._settled(registry)
+
+    def test_lapsed_worker_is_settled_but_for_what_is_uncommitted(self, registry: Registry) -> None:
+        for name, committed in (("w1", True), ("w2", False)):
+            epoch = registry.register(self.advert(name, queues=(name,), lease_seconds=2.0, lapse_seconds=2.0))
+            slot = take(registry, self.demand(queue=name))
+            if committed:
+                registry.commit(slot.token, name, epoch)
+        for name in ("w1", "w2"):
+            self.wait_until(lambda name=name: view(registry, name).state is WorkerState.LAPSED)  # type: ignore[misc]
+        assert [(gone.name, gone.settled) for gone in registry.expire("cleaner")] == [("w1", True), ("w2", False)]
+
+    def test_registering_anew_inherits_only_what_is_uncommitted(self, registry: Registry) -> None:
+        epoch = registry.register(self.advert("w1"))
+        slot = self._commit(registry, epoch)
+        registry.cancel(take(registry, self.demand()).token)
+        newer = registry.register(self.advert("w1"), holding=[slot])
+        self._commit(registry, newer)
+        registry.deregister("w1", newer)
+        assert self._settled(registry)
+        newest = registry.register(self.advert("w1"))
+        self._commit(registry, newest)
+        registry.deregister("w1", newest)
+        assert self._settled(registry)
+
+    def test_what_was_inherited_stays_whatever_is_committed_later(self, registry: Registry) -> None:
+        registry.register(self.advert("w1"))
+        older = take(registry, self.demand(ttl_seconds=2.0))
+        newer = registry.register(self.advert("w1"))
+        assert registry.commit(older.token, "w1", newer) is CommitOutcome.GONE
+        self._commit(registry, newer)
+        take(registry, self.demand(ttl_seconds=SHORT_SECONDS))
+        registry.deregister("w1", newer)
+        self._advance(2 * SHORT_SECONDS)
+        assert not self._settled(registry), "the older registration's message may still be on its way"
+        self.wait_until(lambda: self._settled(registry))
 
     def test_worker_that_registers_again_is_not_handed_out(self, registry: Registry) -> None:
         older = registry.register(self.advert("w1"))

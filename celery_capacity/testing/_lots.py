@@ -245,9 +245,10 @@ class LotContract(ContractBase):
         claim = claimed(registry.claim_parked("w1", epoch, [Q], marked_only=False))
         then = Claim("w1", epoch, (Q, R), marked_only=False)
         released = registry.release(claim.token, epoch, then=then, emptied=claim)
-        assert (claimed(released.claim).lot, released.waiting) == ("r", False)
+        claim = claimed(released.claim)
+        assert (claim.lot, released.waiting) == ("r", False)
         then = Claim("w1", epoch, (R,), marked_only=False)
-        released = registry.release(released.claim.token, epoch, then=then, emptied=released.claim)
+        released = registry.release(claim.token, epoch, then=then, emptied=claim)
         assert released.claim is None
         assert slots_held(registry) == 0
 
@@ -294,6 +295,14 @@ class LotContract(ContractBase):
         again = claimed(registry.release(other.token, epoch, then=Claim("w1", epoch, (seen,))).claim)
         assert again.lot == "q"
         assert again.mark != first.mark
+
+    def test_lot_that_is_surely_not_empty_counts_as_marked(self, registry: Registry) -> None:
+        epoch = registry.register(self.advert("w1", queues=("q", "r"), capacity=4))
+        claim = claimed(registry.claim_parked("w1", epoch, [Q, Lot("r", "r", Lot.SURE)]))
+        assert (claim.lot, claim.mark) == ("r", 0)
+        self._park(registry)
+        then = Claim("w1", epoch, (Lot("r", "r", Lot.SURE), Q))
+        assert claimed(registry.release(claim.token, epoch, then=then).claim).lot == "r", "in the order given"
 
     def test_lot_can_be_found_empty_without_a_slot(self, registry: Registry) -> None:
         epoch = registry.register(self.advert("w1"))

@@ -11,8 +11,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from kombu.message import Message
-
 from ..errors import RegistryError
 from ..models import Claim, Lot, Refusal, Released, Slot
 from ..naming import node_lot, unknown_lot
@@ -22,6 +20,7 @@ if TYPE_CHECKING:
     from .acceptance import Acceptance
     from .agent import WorkerAgent
     from .gate import Gatekeeper
+    from .queues import LotReader
 
 __all__ = ("Intake",)
 
@@ -53,31 +52,28 @@ class Intake:
         self._call_soon = call_soon
         self._freed: deque[Slot] = deque()
         self._running = False
-        self._channel: Any = None
+        self._reader: LotReader | None = None
         self._pumping = False
         self._scheduled = False
         #: When the registry last confirmed a slot of ours, by token.
         self._confirmed: dict[str, float] = {}
         #: Lots that had a message when we last looked.
         self._hot: set[str] = set()
-        #: Lots beside the queues' own (pins, unknown tasks) that exist.
-        self._known: set[str] = set()
         #: The next poll looks into those too, marked or not.
         self._probe = True
         self._left_alone: dict[str, float] = {}
-        #: The last release asked for what is announced, and not for what is hot.
-        self._fair = False
         #: The version of each lot's mark with which it was found empty; looked at again after a while.
         self._seen: dict[str, int] = {}
+        #: The queue that had its turn last.
         self._served: str | None = None
         self._poll_at = 0.0
         self._wait = _FIRST_WAIT_SECONDS
 
     # -- life ------------------------------------------------------------------------------------------
 
-    def start(self, channel: Any) -> None:
+    def start(self, reader: LotReader) -> None:
         """Begin, or begin again on a new connection."""
-        self._channel = channel
+        self._reader = reader
         self._running = True
         self.probe()
 
@@ -89,12 +85,9 @@ class Intake:
 
     def close(self) -> None:
         """Close the channel: what was fetched and not acknowledged goes back to its lot.  Harmless twice."""
-        channel, self._channel = self._channel, None
-        if channel is not None:
-            try:
-                channel.close()
-            except Exception as exc:  # noqa: BLE001 - the connection is gone, and with it the channel
-                logger.debug("closing the intake's channel: %r", exc)
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            reader.close()
 
     # -- what the main loop calls ----------------------------------------------------------------------
 
@@ -178,8 +171,8 @@ class Intake:
         if not self._may_fetch():
             self.agent.free(slot)
             return
-        # With several queues, the next turn is another one's.
-        if slot.queue in self._hot and list(self.agent.managed) == [slot.queue] and self._fresh(confirmed):
+        # Only where there is one queue: with several, each turn is another one's.
+        if slot.queue in self._hot and [*self.agent.managed] == [slot.queue] and self._fresh(confirmed):
             lot = Lot(slot.queue, slot.queue)
             message = self._fetch(lot, slot)
             if message is not None:
@@ -197,16 +190,7 @@ class Intake:
     def _release(self, slot: Slot, emptied: Slot | None, lots: tuple[Lot, ...]) -> Slot | None:
         """Give the slot back and, in the same step, claim for a parked task."""
         agent = self.agent
-        # A lot that had a message a moment ago probably has another, announced or not.
-        hot = tuple(lot for lot in lots if lot.name in self._hot)
-        # But whatever is announced has its turn, every other time at least: neither pins nor other queues may starve
-        # behind it.
-        several = len(agent.managed) > 1
-        self._fair = bool(hot) and emptied is None and (several or not self._fair)
-        if self._fair:
-            hot = ()
-        lots = (*hot, *(lot for lot in lots if lot not in hot))
-        then = Claim(agent.name, agent.epoch, lots, marked_only=not hot) if lots else None
+        then = Claim(agent.name, agent.epoch, lots) if lots else None
         try:
             released: Released = agent.call(agent.registry.release, slot.token, agent.epoch, then=then, emptied=emptied)
         except RegistryError as exc:
@@ -225,8 +209,6 @@ class Intake:
                 # Somebody has parked, and the message may still be on its way.
                 self._seen[emptied.lot or ""] = emptied.mark
                 self._back_off()
-        if self._fair and released.claim is None:
-            self.look_now()
         return self._note(released.claim)
 
     def _use(self, claim: Slot | None) -> bool:
@@ -263,14 +245,25 @@ class Intake:
         self._look_after(agent.settings.poll_seconds, earliest=False)
         if self.gatekeeper.has_waiting and self.gatekeeper.serve_waiting():
             return
-        probe, self._probe = self._probe, False
+        probe, found = self._probe, False
         for lot in self._in_turn():
-            if probe and lot.name != lot.queue and lot.name not in self._seen and not self._exists(lot):
+            if not self._worth_a_look(lot, probe):
                 continue
-            while steps and self._may_fetch() and self._has_free_slot() and self._take(lot):
-                steps -= 1
-        if not steps:
+            if not steps or not self._may_fetch() or not self._has_free_slot():
+                return
+            if self._take(lot):
+                steps, found = steps - 1, True
+        self._probe = False
+        if found:
+            # One of each lot in turn, until all are empty or all slots are taken.
             self.look_now()
+
+    def _worth_a_look(self, lot: Lot, probe: bool) -> bool:
+        """A lot beside the queue's own is, once it is known or marked; or to find out whether it is there."""
+        assert self._reader is not None
+        if lot.name == lot.queue or self._reader.knows(lot):
+            return True
+        return (probe or lot.name in self._seen) and self._reader.exists(lot)
 
     def _has_free_slot(self) -> bool:
         size = self.agent.size()
@@ -287,10 +280,11 @@ class Intake:
         exactly as wide as its pool would be refused.
         """
         agent = self.agent
-        if not self._depth(lot):
+        assert self._reader is not None
+        if not self._reader.ready(lot):
             self._hot.discard(lot.name)
-            if lot.seen and lot.name in self._seen:
-                self._look_again(lot)
+            if lot.name in self._seen:
+                self._look_again(lot.name, self._seen[lot.name])
             return False
         if not agent.epoch or agent.outage.active:
             return self._take_locally(lot)
@@ -300,17 +294,17 @@ class Intake:
             return self._take_locally(lot)
         return not isinstance(claim, Refusal) and self._use(self._note(claim))
 
-    def _look_again(self, lot: Lot) -> None:
+    def _look_again(self, lot: str, mark: int) -> None:
         """The lot is empty, and was marked: is it still?"""
         agent = self.agent
         try:
-            waiting = agent.call(agent.registry.found_empty, lot.name, lot.seen)
+            waiting = agent.call(agent.registry.found_empty, lot, mark)
         except RegistryError:
             waiting = True
         if waiting:
             self._back_off()
         else:
-            self._seen.pop(lot.name, None)
+            self._seen.pop(lot, None)
 
     def _back_off(self) -> None:
         self._look_after(self._wait)
@@ -355,57 +349,20 @@ class Intake:
         for queue in queues[turn:] + queues[:turn]:
             for name in (node_lot(namespace, queue, agent.node), queue, unknown_lot(namespace, queue)):
                 if now >= self._left_alone.get(name, 0.0):
-                    lots.append(Lot(name, queue, self._seen.get(name, 0)))
+                    # One that had a message a moment ago probably has another, announced or not.
+                    lots.append(Lot(name, queue, Lot.SURE if name in self._hot else self._seen.get(name, 0)))
         return tuple(lots)
 
-    # -- the broker ------------------------------------------------------------------------------------
+    # -- the message -----------------------------------------------------------------------------------
 
     def _fetch(self, lot: Lot, slot: Slot) -> Any:
         """One message of a lot, or ``None``.  If the connection fails, the slot is given back."""
-        consumer = self.agent.consumer
+        assert self._reader is not None
         try:
-            if lot.name != lot.queue and not self._exists(lot):
-                return None
-            raw = self._channel.basic_get(lot.name, no_ack=False)
-        except consumer.channel_errors as exc:
-            # The queue was deleted under us.  The broker has closed the channel.
-            logger.warning("cannot fetch from %s: %s", lot.name, exc, extra={"action": "fetch_failed", "lot": lot.name})
-            self._known.discard(lot.name)
-            self._channel = consumer.connection.channel()
-            return None
+            return self._reader.fetch(lot)
         except BaseException:
             self._give_up(slot)
             raise
-        if raw is None:
-            return None
-        return raw if isinstance(raw, Message) else self._channel.message_to_python(raw)
-
-    def _depth(self, lot: Lot) -> int:
-        """How many messages are ready in a lot."""
-        if lot.name != lot.queue and lot.name not in self._known:
-            return 1 if lot.name in self._seen and self._exists(lot) else 0
-        try:
-            return int(self._channel.queue_declare(queue=lot.name, passive=True).message_count)
-        except self.agent.consumer.channel_errors:
-            # Some brokers have a queue only while there is something in it; others close the channel.
-            if getattr(self._channel, "is_open", True) is False:
-                self._channel = self.agent.consumer.connection.channel()
-                self._known.discard(lot.name)
-            return 0
-
-    def _exists(self, lot: Lot) -> bool:
-        """Whether a lot that need not exist does.  Fetching from one that does not would close the channel."""
-        if lot.name in self._known:
-            return True
-        channel = self.agent.consumer.connection.channel()
-        try:
-            self.agent.lot_as_queue(lot)(channel).queue_declare(passive=True, nowait=False)
-        except self.agent.consumer.channel_errors:
-            # The broker has closed that channel.
-            return False
-        channel.close()
-        self._known.add(lot.name)
-        return True
 
     def _accept(self, message: Any, slot: Slot) -> None:
         assert self.acceptance is not None

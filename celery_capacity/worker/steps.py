@@ -19,6 +19,7 @@ from .gate import Gatekeeper
 from .heart import Heart, last_words
 from .intake import Intake
 from .mover import Mover
+from .redis_lots import open_reader
 from .sweeper import Sweeper, clean_up
 
 __all__ = ("Announce", "Gate")
@@ -105,7 +106,7 @@ class Gate(bootsteps.StartStopStep):  # type: ignore[misc]
         if sweeper is not None:
             sweeper.gatekeeper = self.gatekeeper
         agent.stopping = False
-        self.intake.start(consumer.connection.channel())
+        self.intake.start(open_reader(consumer.connection))
 
     def register_with_event_loop(self, consumer: Any, hub: Any) -> None:
         """Called by Celery each time its event loop begins."""
@@ -178,15 +179,19 @@ class Gate(bootsteps.StartStopStep):  # type: ignore[misc]
         self.intake.stop()
         self.intake.close()
         # What was received and never begun goes back to its queue.
+        unfinished = [entry for entry in agent.ledger.entries() if not entry.message.acknowledged]
         if consumer.task_consumer is not None:
-            _quietly(consumer.task_consumer.close)
+            _quietly(consumer.task_consumer.cancel)
+            _quietly(consumer.task_consumer.channel.close)
         if agent.sweeper is not None:
             agent.sweeper.end(_JOIN_SECONDS)
         if agent.heart is not None:
             agent.heart.end(_JOIN_SECONDS)
         self._hand_back()
         last_words(agent)
-        self._farewell()
+        if not unfinished:
+            # Else the broker may be about to give back to the own queue what was cut off (cold shutdown).
+            self._farewell()
         self.mover.close()
         agent.app.capacity.dismiss(agent)
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import TYPE_CHECKING, Any
-
-from kombu import Exchange, Queue
+from typing import TYPE_CHECKING
 
 from ..errors import RegistryError
 from ..models import LapsedWorker
 from ..naming import own_queue_name
 from .mover import Mover
+from .queues import look_at
 
 if TYPE_CHECKING:
     from .agent import WorkerAgent
@@ -80,7 +79,7 @@ def clean_up(mover: Mover, gone: LapsedWorker, fallback: str | None) -> bool:
     agent = mover.agent
     name = own_queue_name(agent.settings.namespace, gone.name)
     moved = 0
-    if _size(mover, name) is not None:
+    if look_at(mover.connection(), name) is not None:
         moved = mover.drain(name, fallback or agent.app.conf.task_default_queue)
     if moved:
         logger.warning(
@@ -91,20 +90,11 @@ def clean_up(mover: Mover, gone: LapsedWorker, fallback: str | None) -> bool:
         )
     if not gone.settled or moved:
         return False
-    if _size(mover, name) == 0:
+    state = look_at(mover.connection(), name)
+    if state is not None:
+        if state.ready or state.consumers:
+            # Something came just now; or the worker has lost the registry and not its broker.
+            return False
         with mover.connection().channel() as channel:
             channel.queue_delete(name)
     return mover.registry.forget(gone.name, gone.epoch)
-
-
-def _size(mover: Mover, name: str) -> int | None:
-    """How many messages are in the queue; ``None`` if there is no such queue."""
-    connection: Any = mover.connection()
-    channel = connection.channel()
-    try:
-        size = Queue(name, Exchange(""), channel=channel).queue_declare(passive=True, nowait=False)
-    except connection.channel_errors:
-        return None
-    answer = channel.queue_declare(queue=name, passive=True).message_count if size else 0
-    channel.close()
-    return int(answer)

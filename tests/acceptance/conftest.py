@@ -39,7 +39,7 @@ from pytest_celery import (
 )
 from support import docker_nodes, local_nodes
 from support.docker_nodes import capacity_worker_image  # noqa: F401 - a fixture
-from support.fleet import Fleets, registry_kind
+from support.fleet import Fleets, close_app, registry_kind
 from support.journal import JOURNAL_ENV, Journal
 from support.servers import RabbitServer, RedisServer, shared_rabbit_url, unique
 from support.tasks_app import build_app
@@ -170,6 +170,7 @@ def celery_setup_app(
     # pytest-celery's nodes make it the current app at every restart.
     with setup_default_app(app):
         yield app
+    close_app(app)
 
 
 @pytest.fixture

@@ -70,8 +70,8 @@ class TestWarmShutdown:
     )
     def test_with_every_pool(self, fleets: Fleets, pool: str, key: str) -> None:
         size = 1 if pool == "solo" else 2
-        workers = {"w1@north": {"pool": pool, "concurrency": size}}
-        with fleets.own("redis", workers, SHORT) as fleet, Sampler(fleet.registry):
+        own = fleets.own("redis", {"w1@north": {"pool": pool, "concurrency": size}}, SHORT)
+        with own as fleet, Sampler(fleet.registry):
             gate = fleet.fill(size)
             for number in range(4):
                 fleet.tasks["record"].delay(key=f"{key}-{number}")

@@ -20,7 +20,7 @@ class ModelWorker:
     beat: float
     drain: str | None = None
     drain_until: float = math.inf
-    last_deadline: float = 0.0
+    inherited_until: float = 0.0
 
 
 @dataclass
@@ -155,8 +155,6 @@ class Model:
         owner = self.workers[worker]
         deadline = self.now + demand.ttl_seconds
         self.slots[token] = ModelSlot(worker, owner.epoch, demand.queue, deadline, self.now if commit else None)
-        if not commit:
-            owner.last_deadline = max(owner.last_deadline, deadline)
 
     def chosen(self, worker: str, demand: Demand) -> None:
         self.cursors[demand.queue, demand.task, demand.node] = {worker}
@@ -181,7 +179,7 @@ class Model:
         """The lot that a claim of this worker goes to."""
         for lot in lots:
             mark = self.marks.get(lot.name)
-            counts = mark is not None and mark.version != lot.seen
+            counts = lot.seen == Lot.SURE or (mark is not None and mark.version != lot.seen)
             if (counts or not marked_only) and not self.why_not(worker, lot.queue):
                 return lot
         return None
@@ -207,21 +205,29 @@ class Model:
         return worker
 
     def registered(self, advert: Advert, epoch: int) -> None:
-        last_deadline = 0.0
+        inherited_until = 0.0
         cursors = {key: set(names) for key, names in self.cursors.items()}
         if advert.worker in self.workers:
-            last_deadline = self.remove(advert.worker).last_deadline
+            inherited_until = self.settled_at(advert.worker)
+            self.remove(advert.worker)
         elif advert.worker in self.gone:
-            last_deadline = self.gone.pop(advert.worker).settled_at
-        self.workers[advert.worker] = ModelWorker(advert, epoch, advert.capacity, self.now, last_deadline=last_deadline)
+            inherited_until = self.gone.pop(advert.worker).settled_at
+        self.workers[advert.worker] = ModelWorker(
+            advert, epoch, advert.capacity, self.now, inherited_until=inherited_until
+        )
         for key, names in cursors.items():
             if key not in self.cursors and not self.mismatches(advert.worker, *key[:2], None):
                 # The pool was empty only within this one step: a store may or may not have noticed.
                 self.cursors[key] = names | {""}
 
+    def settled_at(self, name: str) -> float:
+        """Until when a reservation may be on its way to this worker."""
+        uncommitted = [s.deadline for s in self.held_by(name) if s.committed_at is None]
+        return max([self.workers[name].inherited_until, *uncommitted])
+
     def bury(self, name: str) -> None:
-        worker = self.remove(name)
-        self.gone[name] = ModelGone(worker.epoch, worker.last_deadline)
+        settled_at = self.settled_at(name)
+        self.gone[name] = ModelGone(self.remove(name).epoch, settled_at)
 
     def expire(self, cleaner: str, lease_seconds: float) -> list[tuple[str, int, bool]]:
         for name in [n for n, w in self.workers.items() if self.lapsed(w)]:

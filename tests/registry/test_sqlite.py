@@ -363,13 +363,14 @@ def test_file_of_another_program_is_left_alone(path, registry):
         assert connection.execute("SELECT name FROM sqlite_master").fetchall() == [("precious",)]
 
 
-def test_newer_schema_is_an_error_that_says_so(path, url, registry):
+@pytest.mark.parametrize(("other", "whose"), [(VERSION + 1, "a newer"), (VERSION - 1, "an older")])
+def test_schema_of_another_release_is_an_error_that_says_so(path, url, registry, other, whose):
     registry.register(advert())
     registry.close()
     with closing(sqlite3.connect(path)) as connection:
-        connection.execute(f"PRAGMA user_version = {VERSION + 1}")
+        connection.execute(f"PRAGMA user_version = {other}")
     for attempt in (registry.overview, lambda: registry.select_and_reserve(DEMAND)):
-        with pytest.raises(RegistryError, match=f"version {VERSION + 1}, of a newer release"):
+        with pytest.raises(RegistryError, match=f"version {other}, of {whose} release"):
             attempt()
     with closing(sqlite3.connect(path)) as connection:
         connection.execute(f"PRAGMA user_version = {VERSION}")

@@ -31,7 +31,7 @@ from .tasks_app import build_app
 from .waiting import wait_until
 from .workers import WorkerProcess, end_workers
 
-__all__ = ("BROKERS", "Fleet", "Fleets", "registry_kind")
+__all__ = ("BROKERS", "Fleet", "Fleets", "close_app", "registry_kind")
 
 #: The brokers of the matrix.
 BROKERS = ("redis", "rabbitmq", "rabbitmq-quorum")
@@ -62,6 +62,17 @@ def registry_kind() -> str:
     """
     found = importlib.util.find_spec("celery_capacity.registry.redis")
     return os.environ.get("CAPACITY_TEST_REGISTRY") or ("sqlite" if found is None else "redis")
+
+
+def close_app(app: Celery) -> None:
+    """Close the connections that an app has opened as a producer; a socket that is left open is a warning later."""
+    if app.conf.result_backend and app.conf.result_backend.startswith("redis"):
+        consumer = app.backend.result_consumer
+        consumer.stop()
+        # Or a result that is collected later would try to unsubscribe, at a server that may be gone.
+        consumer._pubsub = None
+        app.backend.client.close()
+    app.close()
 
 
 class Fleet:
@@ -146,13 +157,7 @@ class Fleet:
         runtime = self.app.__dict__.get("capacity")
         if runtime is not None:
             runtime.registry.close()
-        if self.backend:
-            consumer = self.app.backend.result_consumer
-            consumer.stop()
-            # Or a result that is collected later would try to unsubscribe, at a server that may be gone.
-            consumer._pubsub = None
-            self.app.backend.client.close()
-        self.app.close()
+        close_app(self.app)
 
     # -- the registry ------------------------------------------------------------------------------------
 

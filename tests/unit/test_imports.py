@@ -26,7 +26,7 @@ LONGEST_MODULE = 420
 #: Package -> the modules, without ``celery_capacity.``, that may import it.
 BORDERS = {
     "celery": ("dispatch", "worker", "worker.*", "install", "cli", "demo", "demo.*"),
-    "kombu": ("dispatch", "worker", "worker.*", "install", "cli", "demo", "demo.*"),
+    "kombu": ("connection", "filesystem", "dispatch", "worker", "worker.*", "install", "cli", "demo", "demo.*"),
     "click": ("cli", "demo", "demo.*"),
     "rich": ("tables", "demo", "demo.*"),
     "redis": ("registry.redis", "registry._redis*"),
@@ -48,7 +48,9 @@ BELOW = {
     "registry": ("registry.contract", "registry.urls"),
     "registry.contract": ("errors", "models"),
     "registry.urls": ("errors", "registry.contract"),
-    "dispatch": ("errors", "models", "naming", "outage", "registry", "registry.contract", "settings"),
+    "connection": ("filesystem",),
+    "filesystem": (),
+    "dispatch": ("connection", "errors", "models", "naming", "outage", "registry", "registry.contract", "settings"),
     "worker*": (
         "errors",
         "models",

@@ -15,11 +15,11 @@ local function free_key(queue, class, node)
 end
 
 -- Fields of a worker, by position: 1 epoch, 2 node, 3 capacity ('' = not known), 4 held, 5 late_at, 6 lapse_at, 7 drain
--- (its reason, or false), 8 last_deadline, 9 listed: as it is in the free sets, or '', 10 class; then those asked for.  1 is
--- false if there is no such worker.
+-- (its reason, or false), 8 listed: as it is in the free sets, or '', 9 class; then those asked for.  1 is false if there
+-- is no such worker.
 local function read_worker(name, ...)
   return call('HMGET', worker_key(name),
-    'epoch', 'node', 'capacity', 'held', 'late_at', 'lapse_at', 'drain', 'last_deadline', 'listed', 'class', ...)
+    'epoch', 'node', 'capacity', 'held', 'late_at', 'lapse_at', 'drain', 'listed', 'class', ...)
 end
 
 -- What keeps a worker from taking anything now, or nil: the one derivation of who may be chosen.
@@ -50,5 +50,5 @@ local function refresh(name)
   local worker = read_worker(name)
   local new = ''
   if not unfit(worker) then new = table.concat({name, worker[1], worker[3], worker[2]}, '\0') end
-  if new ~= worker[9] then set_listed(name, worker[9], new) end
+  if new ~= worker[8] then set_listed(name, worker[8], new) end
 end

@@ -56,7 +56,7 @@ local function why_nobody(queue, task, node, classes)
   local found, any = {}, false
   for _, name in ipairs(names) do
     local worker = read_worker(name)
-    if worker[1] and string.find(classes, worker[10], 1, true) then
+    if worker[1] and string.find(classes, worker[9], 1, true) then
       local reason = unfit(worker)
       if reason == 'FULL' then return reason end
       found[reason or ''], any = true, true

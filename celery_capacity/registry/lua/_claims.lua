@@ -8,14 +8,13 @@ local function claim(name, worker, token, queue, ttl)
   if ttl then
     deadline = now + ttl
     local at = text(deadline)
-    local last = tonumber(worker[8]) > deadline and worker[8] or at
     call('ZADD', DUE, at, 's' .. token)
-    call('HSET', key, 'slot:' .. token, 'R' .. at .. ' ' .. queue, 'held', held, 'last_deadline', last)
+    call('HSET', key, 'slot:' .. token, 'R' .. at .. ' ' .. queue, 'held', held)
   else
     call('HSET', key, 'slot:' .. token, 'C' .. now_text .. ' ' .. queue, 'held', held)
     call('HINCRBY', key, 'committed', 1)
   end
-  if held >= tonumber(worker[3]) then set_listed(name, worker[9], '') end
+  if held >= tonumber(worker[3]) then set_listed(name, worker[8], '') end
   return deadline
 end
 
@@ -35,7 +34,7 @@ end
 -- room: whether the queue has room, if that has been asked already.
 local function why_not(name, worker, queue, task, node, room)
   if not call('ZSCORE', PREFIX .. ':serving:' .. queue, name) then return 'OTHER_QUEUE' end
-  if task ~= '' and not knows(worker[10], string.sub(task, 2)) then return 'UNKNOWN_TASK' end
+  if task ~= '' and not knows(worker[9], string.sub(task, 2)) then return 'UNKNOWN_TASK' end
   if node ~= '' and node ~= ':' .. worker[2] then return 'OTHER_NODE' end
   if room == nil then room = has_room(queue) end
   return unfit(worker) or (not room and 'LIMIT') or nil

@@ -1,8 +1,8 @@
 -- Shared: claims for parked tasks.  A mark is "<version> <parked until> <queue>".
 
--- Claim for the first of the lots that may be; lots are (name, queue, version of a mark that does not count, or 0) in ARGV from
--- `first` on.  marked: '1' = only
--- marked lots, '0' = any, in the order given.  Returns {1, worker, epoch, node, now, queue, lot, mark} or {0, reason, ...}.
+-- Claim for the first of the lots that may be.  Lots are (name, queue, seen) in ARGV from `first` on; seen: a version of
+-- the mark that does not count, 0, or -1 for a lot that counts as marked.  marked: '1' = only marked lots, '0' = any, in the
+-- order given.  Returns {1, worker, epoch, node, now, queue, lot, mark} or {0, reason, ...}.
 local function claim_from(name, worker, first, marked, nonce, skip)
   local reason = unfit(worker)
   if reason then return {0, reason, 1, worker[7] or ''} end
@@ -11,7 +11,7 @@ local function claim_from(name, worker, first, marked, nonce, skip)
     local lot, queue = ARGV[i], ARGV[i + 1]
     local mark = lot ~= skip and call('HGET', PREFIX .. ':marks', lot)
     local version = mark and string.match(mark, '^%d+') or '0'
-    if lot ~= skip and ((mark and version ~= ARGV[i + 2]) or marked == '0') then
+    if lot ~= skip and ((mark and version ~= ARGV[i + 2]) or ARGV[i + 2] == '-1' or marked == '0') then
       local why = why_not(name, worker, queue, '', '')
       if not why then
         local token = nonce .. '.' .. worker[1] .. '.' .. name

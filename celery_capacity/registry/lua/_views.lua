@@ -19,6 +19,6 @@ local function show_worker(name, reason)
   local condition, why = unfit(worker), nil
   if reason then why = reason(name, worker) else why = condition end
   worker[7] = worker[7] or ''
-  worker[16], worker[17], worker[18] = name, condition or '', why or ''
+  worker[15], worker[16], worker[17] = name, condition or '', why or ''
   return worker
 end

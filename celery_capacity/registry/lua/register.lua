@@ -5,14 +5,14 @@
 local name, node, class, capacity, lease, lapse, host, pid, queues, task_count = unpack(ARGV, 1, 10)
 settle()
 local key = worker_key(name)
-local older = call('HMGET', key, 'last_deadline', 'epoch')
+local older = call('HGET', key, 'epoch')
 local gone = call('HGET', PREFIX .. ':gone', name)
-local freed, last_deadline = 0, '0'
-if older[1] then
-  last_deadline = older[1]
+local freed, inherited_until = 0, '0'
+if older then
+  inherited_until = settled_at(name)
   freed = withdraw(name)
 elseif gone then
-  last_deadline = cmsgpack.unpack(gone).settled_at
+  inherited_until = cmsgpack.unpack(gone).settled_at
 end
 call('HDEL', PREFIX .. ':gone', name)
 
@@ -21,7 +21,7 @@ local epoch = math.max(tonumber(call('HGET', PREFIX .. ':last', 'epoch') or 0) +
 call('HSET', PREFIX .. ':last', 'epoch', text(epoch))
 call('HSET', key, 'epoch', text(epoch), 'node', node, 'capacity', capacity, 'held', 0, 'committed', 0,
   'lease', lease, 'lapse', lapse, 'late_at', text(now + lease), 'lapse_at', text(now + lapse),
-  'last_deadline', last_deadline, 'listed', '', 'queues', queues, 'class', class,
+  'inherited_until', inherited_until, 'listed', '', 'queues', queues, 'class', class,
   'host', host, 'pid', pid)
 call('ZADD', DUE, text(now + lease), 'l' .. name)
 call('ZADD', PREFIX .. ':workers', text(now + lapse), name)
@@ -31,4 +31,4 @@ end
 for _, queue in ipairs(cjson.decode(queues)) do join_queue(name, queue, class, node, text(now + lapse)) end
 for i = 11 + task_count, #ARGV, 2 do put_back(name, ARGV[i], ARGV[i + 1]) end
 refresh(name)
-return answer({text(epoch), freed, older[2] or ''})
+return answer({text(epoch), freed, older or ''})

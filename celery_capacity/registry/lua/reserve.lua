@@ -46,18 +46,17 @@ repeat
   end
   name, epoch, capacity = string.match(entry, '^([^%z]*)%z(%d+)%z(%d+)')
   worker = PREFIX .. ':worker:' .. name
-  count = call('HMGET', worker, 'held', 'last_deadline', 'listed')
-  if count[3] ~= entry then
+  count = call('HMGET', worker, 'held', 'listed')
+  if count[2] ~= entry then
     lib = lib or rarely()
     lib.drop_entry(queue, classes, entry)
   end
-until count[3] == entry
+until count[2] == entry
 
 local deadline = now + ARGV[4]
 local at, token = string.format('%.0f', deadline), ARGV[5] .. '.' .. epoch .. '.' .. name
-local latest = #count[2] == 16 and count[2] > at and count[2] or at
 call('ZADD', DUE, at, 's' .. token)
-call('HSET', worker, 'slot:' .. token, 'R' .. at .. ' ' .. queue, 'held', count[1] + 1, 'last_deadline', latest)
+call('HSET', worker, 'slot:' .. token, 'R' .. at .. ' ' .. queue, 'held', count[1] + 1)
 if count[1] + 1 >= tonumber(capacity) then
   lib = lib or rarely()
   lib.set_listed(name, entry, '')
