@@ -71,7 +71,7 @@ def close_app(app: Celery) -> None:
         consumer.stop()
         # Or a result that is collected later would try to unsubscribe, at a server that may be gone.
         consumer._pubsub = None
-        app.backend.client.close()
+        app.backend.client.connection_pool.disconnect()
     app.close()
 
 
