@@ -355,7 +355,6 @@ def test_a_countdown_with_a_routed_queue_holds_no_slot_until_it_is_due(
         app = fleet.build_app(conf={"task_routes": {"hold": {"queue": fleet.queue}}})
         for number in range(3):
             app.tasks["hold"].apply_async(kwargs={"gate": key, "key": f"{key}-{number}"}, countdown=2)
-        assert fleet.held() == {}
         # Both slots are there for others until then.
         fleet.assert_takes(2)
         fleet.started(key, 2)
