@@ -117,13 +117,14 @@ class Acceptance:
             committed=True,
         )
         # Noted first: a heartbeat must not take it for a leak.
-        agent.ledger.claim(slot)
+        agent.ledger.unsure(slot)
         try:
             outcome = agent.call(agent.registry.commit, mail.token, agent.name, epoch)
         except RegistryError:
             agent.ledger.unclaim(slot)
             return None
         if outcome in (CommitOutcome.COMMITTED, CommitOutcome.ALREADY):
+            agent.ledger.claim(slot)
             self.intake.confirm(slot)
             return slot
         agent.ledger.unclaim(slot)

@@ -210,6 +210,7 @@ class WorkerAgent:
 
     def free(self, slot: Slot) -> None:
         """Give a slot back, with nothing else in the same step.  Without the registry a heartbeat will do it."""
+        self.ledger.unsure(slot)
         try:
             self.call(self.registry.release, slot.token, self.epoch)
         except RegistryError as exc:

@@ -66,8 +66,13 @@ class Gatekeeper:
     def on_received(self, request: Any) -> None:
         """Celery has made a request of a message and not refused it."""
         entry = self.agent.ledger.find(request.message)
-        if entry is not None:
-            entry.request = request
+        if entry is None:
+            return
+        entry.request = request
+        if entry.slot is not None and self.is_due(request):
+            # It has its slot; Celery's timer would only bring it back a moment later (up to a second without an
+            # event loop).  The task still sees the eta in its request.
+            request._eta = None
 
     def on_request(self, request: Any) -> None:
         """Stands for Celery's ``on_task_request``: the task is due."""

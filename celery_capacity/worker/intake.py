@@ -75,6 +75,8 @@ class Intake:
         """Begin, or begin again on a new connection."""
         self._reader = reader
         self._running = True
+        # What was scheduled on the old connection's loop went with it.
+        self._scheduled = False
         self.probe()
 
     def stop(self) -> None:
@@ -191,6 +193,7 @@ class Intake:
         """Give the slot back and, in the same step, claim for a parked task."""
         agent = self.agent
         then = Claim(agent.name, agent.epoch, lots) if lots else None
+        agent.ledger.unsure(slot)
         try:
             released: Released = agent.call(agent.registry.release, slot.token, agent.epoch, then=then, emptied=emptied)
         except RegistryError as exc:

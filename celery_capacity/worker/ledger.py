@@ -64,6 +64,8 @@ class Ledger:
         self.lock = threading.RLock()
         self._entries: dict[int, Entry] = {}
         self._claims: dict[str, Slot] = {}
+        #: Not sure to be ours: about to be released, or about to be committed.
+        self._unsure: set[str] = set()
         self._carried: set[str] = set()
         self._doubtful: list[str] = []
 
@@ -105,26 +107,38 @@ class Ledger:
             entry.slot = slot
 
     def claim(self, slot: Slot) -> None:
-        """Note a slot that is held to fetch a message with."""
+        """Note a slot that is held to fetch a message with, or for one that has just come."""
         with self.lock:
             self._claims[slot.token] = slot
+            self._unsure.discard(slot.token)
+
+    def unsure(self, slot: Slot) -> None:
+        """Note that the registry is being asked to release the slot, or to commit it.
+
+        Until its answer the slot counts as held, so that a heartbeat does not take it for a leak; but it is not
+        put back if the registry does not know it: it may have been given to somebody else in the same moment.
+        """
+        with self.lock:
+            self._claims[slot.token] = slot
+            self._unsure.add(slot.token)
 
     def unclaim(self, slot: Slot) -> None:
         """The slot is given back."""
         with self.lock:
             self._claims.pop(slot.token, None)
+            self._unsure.discard(slot.token)
             if slot.token in self._carried:
                 self._carried.discard(slot.token)
                 self._doubtful.append(slot.token)
 
     def carry(self) -> list[Slot]:
-        """A copy of all slots held, which the registry is about to be told to put back.
+        """A copy of the slots that are surely held, which the registry is about to be told to put back.
 
         One that is given back at the same time may be released first and put back after that, so all of them
         come out of :meth:`doubtful` in the end.
         """
         with self.lock:
-            slots = self.slots()
+            slots = [slot for slot in self.slots() if slot.token not in self._unsure]
             self._carried.update(slot.token for slot in slots)
             return slots
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,17 @@ def test_on_the_filesystem_broker(fleets: Fleets, tmp_path: Path) -> None:
         assert fleet.complaints() == []
 
 
+@pytest.fixture
+def kept_logging() -> Iterator[None]:
+    """A worker takes the root logger for its own; the tests that come after have captured logs to look at."""
+    root = logging.getLogger()
+    level, handlers = root.level, list(root.handlers)
+    yield
+    root.setLevel(level)
+    root.handlers[:] = handlers
+
+
+@pytest.mark.usefixtures("kept_logging")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize(("pool", "concurrency"), [("solo", 1), ("threads", 3)])
 def test_a_worker_that_is_embedded_in_the_process_of_the_producer(

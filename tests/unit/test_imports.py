@@ -183,6 +183,7 @@ def test_importing_the_package_is_cheap(driver):
 #: Where a test, or what it starts, may sleep, and why.
 SLEEPERS = {
     "support/waiting.py": "it is what waits, between two looks",
+    "support/tasks_app.py": "a task that waits for its gate, in a worker",
     "registry/test_sqlite.py": "holds the file for a while, to see that others wait; paces threads",
 }
 
