@@ -13,7 +13,7 @@ help:  ## this list
 	touch $@
 
 test: .venv/.installed  ## all tests; ARGS="-k name" for some of them
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile $(ARGS)
 
 lint: .venv/.installed  ## ruff and mypy
 	$(BIN)/ruff check .
