@@ -35,6 +35,9 @@ _STEPS = 16
 _REUSE_SECONDS = 0.1
 #: The first wait when a lot is marked but its message has not arrived yet; doubled up to the slow poll.
 _FIRST_WAIT_SECONDS = 0.01
+#: How often a worker looks whether its own queue is still there, and how soon after it began to consume.
+_CHECK_SECONDS = 10.0
+_FIRST_CHECK_SECONDS = 1.0
 #: A lot of unknown tasks is left alone for this long after it gave one that this worker does not know either.
 _UNKNOWN_SECONDS = 15.0
 
@@ -67,6 +70,7 @@ class Intake:
         #: The queue that had its turn last.
         self._served: str | None = None
         self._poll_at = 0.0
+        self._check_at = 0.0
         self._wait = _FIRST_WAIT_SECONDS
 
     # -- life ------------------------------------------------------------------------------------------
@@ -75,6 +79,7 @@ class Intake:
         """Begin, or begin again on a new connection."""
         self._reader = reader
         self._running = True
+        self._check_at = time.monotonic() + _FIRST_CHECK_SECONDS
         # What was scheduled on the old connection's loop went with it.
         self._scheduled = False
         self.probe()
@@ -246,6 +251,7 @@ class Intake:
         assert self.gatekeeper is not None
         agent = self.agent
         self._look_after(agent.settings.poll_seconds, earliest=False)
+        self._check_own_queue()
         if self.gatekeeper.has_waiting and self.gatekeeper.serve_waiting():
             return
         probe, found = self._probe, False
@@ -260,6 +266,20 @@ class Intake:
         if found:
             # One of each lot in turn, until all are empty or all slots are taken.
             self.look_now()
+
+    def _check_own_queue(self) -> None:
+        """Somebody may have deleted it.
+
+        The broker says so, and Celery connects again; but not if it is said while Celery's loop begins, which drops
+        it (``celery.worker.loops._quick_drain``).  What is published to a queue that is not there is lost.
+        """
+        assert self._reader is not None
+        now = time.monotonic()
+        if not self.agent.consuming or now < self._check_at:
+            return
+        self._check_at = now + _CHECK_SECONDS
+        if not self._reader.has_consumer(self.agent.own_queue.name):
+            raise ConnectionResetError(f"queue {self.agent.own_queue.name} was deleted under the worker")
 
     def _worth_a_look(self, lot: Lot, probe: bool) -> bool:
         """A lot beside the queue's own is, once it is known or marked; or to find out whether it is there."""

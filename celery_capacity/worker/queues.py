@@ -101,6 +101,13 @@ class LotReader:
             self._known.add(lot.name)
         return True
 
+    def has_consumer(self, name: str) -> bool:
+        """Whether somebody consumes the queue ``name``, as far as the broker says; asks by a channel of its own."""
+        if isinstance(self._channel, virtual.Channel):
+            return True
+        state = look_at(self._connection, name)
+        return state is not None and state.consumers > 0
+
     def close(self) -> None:
         """What was fetched and not acknowledged goes back to its lot.  Harmless when the connection is gone."""
         try:

@@ -1,0 +1,83 @@
+"""Brokers that cut connections, and queues that are taken away."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.fleet import Fleets
+from support.sampling import Sampler
+from support.servers import RabbitServer, RedisServer
+
+TWO = {"w1@north": {}, "w2@south": {}}
+CONF = {"capacity_reservation_seconds": 2, "capacity_sweep_seconds": 0.5}
+
+
+@pytest.mark.parametrize("broker_kind", ["redis", "rabbitmq"])
+def test_a_connection_that_is_cut_three_times(fleets: Fleets, tmp_path: Path, broker_kind: str, key: str) -> None:
+    server = RedisServer(tmp_path / "broker") if broker_kind == "redis" else RabbitServer(tmp_path / "broker")
+    with server, fleets.own(broker_kind, TWO, CONF, broker=server.url) as fleet, Sampler(fleet.registry):
+        sent = 0
+        for cut in range(3):
+            for _ in range(20):
+                fleet.tasks["record"].apply_async(kwargs={"key": f"{key}-{sent}", "seconds": 0.05})
+                sent += 1
+            _cut(server)
+            workers = fleet.workers.values()
+            fleet.wait(
+                lambda n=cut + 2: all(worker.logs().count("Connected to") >= n for worker in workers),
+                60,
+                "the workers to connect again",
+            )
+        fleet.wait(lambda: len({run.key for run in fleet.runs(key)}) == sent, 60, "every task to have run")
+        fleet.wait(lambda: not fleet.held() and not fleet.left(), 30, "a quiet fleet")
+        # Everything is there again, once.
+        fleet.assert_takes(4)
+        assert fleet.max_parallel(worker="w1@north") <= 2
+        assert fleet.max_parallel(worker="w2@south") <= 2
+
+
+def _cut(server: RedisServer | RabbitServer) -> None:
+    if isinstance(server, RedisServer):
+        client = server.client()
+        client.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+        client.execute_command("CLIENT", "KILL", "TYPE", "pubsub")
+        client.close()
+    else:
+        server.ctl("close_all_connections", "cut by a test")
+
+
+def test_an_own_queue_that_is_purged_costs_its_slots_until_the_deadline(fleets: Fleets, key: str) -> None:
+    with fleets.own("rabbitmq", {"w1@north": {}}, CONF) as fleet, Sampler(fleet.registry):
+        worker = fleet.workers["w1@north"]
+        worker.stop()
+        for number in range(2):
+            fleet.tasks["record"].apply_async(kwargs={"key": f"{key}-{number}"})
+        assert fleet.held() == {"w1@north": 2}
+        with fleet.app.connection_for_write() as connection:
+            connection.default_channel.queue_purge(fleet.own_queue("w1@north"))
+        worker.cont()
+        fleet.wait(lambda: not fleet.held(), 20, "the reservations to end")
+        fleet.assert_takes(2)
+
+
+def test_a_queue_that_is_deleted_under_the_workers(fleets: Fleets, key: str) -> None:
+    with fleets.own("rabbitmq", TWO, CONF) as fleet, Sampler(fleet.registry):
+        with fleet.app.connection_for_write() as connection:
+            connection.default_channel.queue_delete(fleet.queue)
+        for number in range(12):
+            fleet.tasks["record"].apply_async(kwargs={"key": f"{key}-{number}", "seconds": 0.05})
+        assert len(fleet.ended(key, 12, 60)) == 12
+        fleet.wait(lambda: not fleet.held() and not fleet.left(), 20, "a quiet fleet")
+        fleet.assert_takes(4)
+
+
+def test_an_own_queue_that_is_deleted_is_there_again(fleets: Fleets, key: str) -> None:
+    with fleets.own("rabbitmq", {"w1@north": {}}, CONF) as fleet, Sampler(fleet.registry):
+        with fleet.app.connection_for_write() as connection:
+            connection.default_channel.queue_delete(fleet.own_queue("w1@north"))
+        worker = fleet.workers["w1@north"]
+        fleet.wait(lambda: worker.logs().count("Connected to") >= 2, 60, "the worker to set up its consumer again")
+        fleet.wait_ready()
+        fleet.assert_takes(2)
+        fleet.wait(lambda: not fleet.held() and not fleet.left(), 20, "a quiet fleet")
