@@ -27,7 +27,7 @@ __all__ = ("Announce", "Gate")
 logger = logging.getLogger(__name__)
 
 #: Without an event loop, how long the consumer waits for the broker before it looks at freed slots again.
-_SLICE_SECONDS = 0.05
+_SLICE_SECONDS = 0.02
 _JOIN_SECONDS = 5.0
 #: How long a worker that stops waits for reservations that are still on their way to it.
 _FAREWELL_SECONDS = 2.0
