@@ -58,7 +58,7 @@ def capacity(ctx: click.Context, **_preloaded: Any) -> None:
 @click.option("--json", "as_json", is_flag=True, help="One JSON document in a fixed form, for scripts.")
 @click.pass_context
 def status(ctx: click.Context, as_json: bool) -> None:
-    """Show all workers and queues, and the slots that are held."""
+    """Show all workers and queues, the slots that are held, and what was counted."""
     with _registry(ctx) as (registry, _):
         overview = registry.overview()
     if as_json:
@@ -69,6 +69,8 @@ def status(ctx: click.Context, as_json: bool) -> None:
     if queues:
         rows = [[q.name, _number(q.limit, "none"), str(q.held), "yes" if q.waiting else "no"] for q in queues]
         tables.show("queues", ("queue", "limit", "held", "waiting"), rows, color=not ctx.obj.no_color)
+    if overview.counters:
+        click.echo(f"counters: {', '.join(f'{name} {total}' for name, total in overview.counters)}")
 
 
 @capacity.command(cls=CeleryCommand)

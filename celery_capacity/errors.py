@@ -13,6 +13,7 @@ __all__ = (
     "CapacityExhausted",
     "ConfigurationError",
     "InvalidAdvertError",
+    "InvalidCounterError",
     "InvalidDemandError",
     "RegistryError",
     "RegistryUnavailable",
@@ -77,6 +78,10 @@ class InvalidAdvertError(_InvalidValue):
 
 class InvalidDemandError(_InvalidValue):
     """A dispatch asked for something that makes no sense; nothing was reserved and nothing was published."""
+
+
+class InvalidCounterError(_InvalidValue):
+    """A count was told that makes no sense; nothing was counted."""
 
 
 class RegistryError(CapacityError):

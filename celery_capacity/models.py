@@ -6,17 +6,19 @@ the *store's* clock (design, invariant 11) and is comparable only with other ins
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
-from .errors import InvalidAdvertError, InvalidDemandError
+from .errors import InvalidAdvertError, InvalidCounterError, InvalidDemandError
 
 __all__ = (
     "Advert",
     "Census",
     "Claim",
     "CommitOutcome",
+    "CounterTotal",
     "Demand",
     "LapsedWorker",
     "Lot",
@@ -29,8 +31,11 @@ __all__ = (
     "Released",
     "Slot",
     "Standing",
+    "StoreCounter",
     "WorkerState",
     "WorkerView",
+    "check_capacity",
+    "check_counts",
 )
 
 
@@ -95,6 +100,19 @@ class ReleaseOutcome(str, Enum):
     COMMITTED = "committed by the worker"
 
 
+class StoreCounter(str, Enum):
+    """What a store counts by itself, in the step in which it happens, since nobody else sees it."""
+
+    #: Reservations that nobody had taken over by their deadline.
+    RESERVATIONS_EXPIRED = "reservations_expired"
+    #: Workers that :meth:`Registry.expire` found to have lapsed.
+    WORKERS_LAPSED = "workers_lapsed"
+    #: Slots that these held.
+    SLOTS_FREED_BY_LAPSE = "slots_freed_by_lapse"
+    #: Commits, releases, heartbeats and deregistrations of an epoch that is not the current one.
+    STALE_REFUSED = "stale_refused"
+
+
 @dataclass(frozen=True)
 class Advert:
     """What a worker says of itself when it registers.
@@ -139,6 +157,20 @@ def check_capacity(capacity: int | None) -> None:
         return
     if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 0:
         raise InvalidAdvertError("capacity", capacity, "an integer from 0 up, or None for not known yet")
+
+
+#: So that a total stays far below what 64 bits hold.
+_MOST_AT_ONCE = 2**53
+_LONGEST_COUNTER = 64
+
+
+def check_counts(counts: Mapping[str, int]) -> None:
+    """Raise :exc:`InvalidCounterError` unless every name and every value is one that can be counted."""
+    for name, count in counts.items():
+        if not isinstance(name, str) or not 0 < len(name) <= _LONGEST_COUNTER:
+            raise InvalidCounterError("counter", name, f"a name of 1 to {_LONGEST_COUNTER} characters")
+        if isinstance(count, bool) or not isinstance(count, int) or not 0 < count <= _MOST_AT_ONCE:
+            raise InvalidCounterError(name, count, "an integer from 1 up")
 
 
 @dataclass(frozen=True)
@@ -337,10 +369,19 @@ class LapsedWorker:
     settled: bool
 
 
+class CounterTotal(NamedTuple):
+    """How often something has happened in the namespace since the registry's state began; never 0."""
+
+    name: str
+    total: int
+
+
 @dataclass(frozen=True)
 class Overview:
-    """Everything that a status shows."""
+    """Everything that a status shows.  ``dict(overview.counters)`` has the totals by name."""
 
     namespace: str
     workers: tuple[WorkerView, ...] = field(default=())
     queues: tuple[QueueView, ...] = field(default=())
+    #: In name order.
+    counters: tuple[CounterTotal, ...] = field(default=())

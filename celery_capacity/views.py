@@ -47,6 +47,7 @@ class StatusDocument(TypedDict):
     namespace: str
     workers: list[WorkerDocument]
     queues: list[QueueDocument]
+    counters: dict[str, int]
 
 
 class CandidateDocument(TypedDict):
@@ -78,7 +79,7 @@ class ExplainDocument(TypedDict):
 
 
 def status_document(overview: Overview) -> StatusDocument:
-    """All workers and queues; the queues that the plugin makes for itself are left out."""
+    """All workers, queues and counters; the queues that the plugin makes for itself are left out."""
     namespace = overview.namespace
     return {
         "namespace": namespace,
@@ -100,6 +101,7 @@ def status_document(overview: Overview) -> StatusDocument:
             {"name": queue.name, "limit": queue.limit, "held": queue.held, "waiting": queue.waiting}
             for queue in public_views(overview)
         ],
+        "counters": dict(overview.counters),
     }
 
 

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import math
 import os
+from collections import Counter
 from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 from threading import Lock
 
 from ..errors import RegistryError
-from ..models import Demand, Reason, Slot
+from ..models import Demand, Reason, Slot, StoreCounter
 from ._memory_records import (
     DRAINING,
     FULL,
@@ -69,6 +70,7 @@ class World:
         self.queues: dict[str, Queue] = {}
         self.marks: dict[str, Mark] = {}
         self.slots: dict[str, Held] = {}
+        self.counters: Counter[str] = Counter()
         self._serial = 0
         self._token_prefix = f"{os.urandom(6).hex()}-"
         #: Deadlines of reservations, and instants at which a worker's status may change.  The sentinels spare
@@ -97,12 +99,16 @@ class World:
             at, _, held = heappop(deadlines)
             if held.deadline == at:
                 self.give_back(held)
+                self.count(StoreCounter.RESERVATIONS_EXPIRED)
             self._closed_deadlines -= 1
         while alarms[0][0] <= now:
             at, _, worker = heappop(alarms)
             if worker is not None and worker.alarm_at == at and self.workers.get(worker.name) is worker:
                 worker.alarm_at = math.inf
                 self.refresh(worker, now)
+
+    def count(self, what: StoreCounter, n: int = 1) -> None:
+        self.counters[what.value] += n
 
     def _set_alarm(self, worker: Worker, now: float) -> None:
         """Wake when this worker's status may change next.  A heartbeat only makes that later, so the alarm that is

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from ..models import Census, Overview, QueueView, Reason, WorkerState, WorkerView
+from ..models import Census, CounterTotal, Overview, QueueView, Reason, WorkerState, WorkerView
 
 __all__ = ("census", "overview")
 
@@ -28,11 +28,12 @@ def census(reply: list[Any], queue: str, task: str | None, node: str | None) -> 
 
 def overview(reply: list[Any], namespace: str) -> Overview:
     """Of the reply of ``overview.lua``."""
-    now, queues, workers, gone = reply
+    now, queues, workers, gone, counters = reply
     views = [_worker(fields, now) for fields in workers]
     views += [_gone(fields, now) for fields in gone]
     shown = sorted((_queue(fields) for fields in queues), key=lambda queue: queue.name)
-    return Overview(namespace, _in_name_order(views), tuple(shown))
+    totals = [CounterTotal(name.decode(), int(n)) for name, n in zip(counters[::2], counters[1::2], strict=True)]
+    return Overview(namespace, _in_name_order(views), tuple(shown), tuple(sorted(totals)))
 
 
 def _in_name_order(views: Iterable[WorkerView]) -> tuple[WorkerView, ...]:

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from ..models import Advert, Demand, Slot
+from ..models import Advert, Demand, Slot, StoreCounter
 from ._sqlite_file import Transaction
 
 __all__ = (
@@ -18,6 +18,7 @@ __all__ = (
     "bury",
     "catch_up",
     "clear_mark",
+    "count",
     "enroll",
     "find_slot",
     "find_worker",
@@ -280,7 +281,8 @@ def free(tx: Transaction, token: str) -> None:
 def catch_up(tx: Transaction) -> None:
     """Let everything happen that is due by now: reservations end at their deadline, drains at theirs."""
     now = {"ns": tx.ns, "now": tx.now}
-    for token, worker in tx.execute(_DUE, now).fetchall():
+    due = tx.execute(_DUE, now).fetchall()
+    for token, worker in due:
         tx.report(
             logging.WARNING,
             "reservation %s on worker %s was not taken over before its deadline; the slot is free again",
@@ -290,8 +292,23 @@ def catch_up(tx: Transaction) -> None:
             token=token,
             worker=worker,
         )
+    if due:
+        count(tx, StoreCounter.RESERVATIONS_EXPIRED.value, len(due))
     tx.execute(_FREE_DUE, now)
     tx.execute(_END_DRAINS, now)
+
+
+# -- counters --------------------------------------------------------------------------------------------
+
+_COUNT = """
+    INSERT INTO counter (ns, name, total) VALUES (:ns, :name, :n)
+        ON CONFLICT (ns, name) DO UPDATE SET total = total + excluded.total
+"""
+
+
+def count(tx: Transaction, name: str, n: int = 1) -> None:
+    """Add to a total of the namespace."""
+    tx.execute(_COUNT, {"ns": tx.ns, "name": name, "n": n})
 
 
 # -- marks -----------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ __all__ = ("APPLICATION_ID", "SCHEMA", "VERSION")
 #: Tells our files from other people's (PRAGMA application_id); it reads "cCap".
 APPLICATION_ID = 0x63436170
 #: PRAGMA user_version.  Raise it with every change of the schema that an older release would not understand.
-VERSION = 2
+VERSION = 3
 
 SCHEMA = (
     # How far the store's clock is ahead of the machine's monotonic one since this boot.  One row at most.
@@ -151,6 +151,15 @@ SCHEMA = (
         host TEXT NOT NULL,
         pid INTEGER NOT NULL,
         queues TEXT NOT NULL,
+        PRIMARY KEY (ns, name)
+    ) WITHOUT ROWID
+    """,
+    # How often something has happened in the namespace: what workers tell, and what only the store sees.
+    """
+    CREATE TABLE counter (
+        ns INTEGER NOT NULL,
+        name TEXT NOT NULL,
+        total INTEGER NOT NULL,
         PRIMARY KEY (ns, name)
     ) WITHOUT ROWID
     """,

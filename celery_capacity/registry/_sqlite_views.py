@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from ..models import Census, Overview, QueueView, Reason, WorkerState, WorkerView
+from ..models import Census, CounterTotal, Overview, QueueView, Reason, WorkerState, WorkerView
 from ._sqlite_choice import condition, is_draining
 from ._sqlite_file import Transaction
 from ._sqlite_rows import WORKER_COLUMNS, WorkerRow
@@ -23,6 +23,7 @@ _HELD_BY_WORKER = _HELD.format(by="worker")
 _HELD_BY_QUEUE = _HELD.format(by="queue")
 _LIMITS = "SELECT name, maximum FROM queue WHERE ns = :ns AND maximum IS NOT NULL"
 _SERVED_QUEUES = "SELECT DISTINCT queue FROM pool WHERE ns = :ns"
+_COUNTERS = "SELECT name, total FROM counter WHERE ns = :ns ORDER BY name"
 _WAITING_QUEUES = "SELECT DISTINCT queue FROM mark WHERE ns = :ns"
 
 _STATES = {
@@ -54,11 +55,12 @@ def census(tx: Transaction, queue: str, task: str | None, node: str | None) -> C
 
 
 def overview(tx: Transaction, namespace: str) -> Overview:
-    """All workers, gone ones too, and all queues."""
+    """All workers, gone ones too, all queues, and all counters."""
     views = [_view(tx, worker, committed, condition(worker, tx.now)) for worker, committed in _workers(tx)]
     views += [_gone_view(tx, *row) for row in tx.execute(_GONE, {"ns": tx.ns})]
     views.sort(key=lambda shown: shown.name)
-    return Overview(namespace, tuple(views), tuple(_queues(tx)))
+    counters = tuple(CounterTotal(*row) for row in tx.execute(_COUNTERS, {"ns": tx.ns}))
+    return Overview(namespace, tuple(views), tuple(_queues(tx)), counters)
 
 
 def _workers(tx: Transaction) -> list[tuple[WorkerRow, int]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 
 from ..errors import CapacityError, ReservationLost
@@ -28,6 +28,7 @@ from ..models import (
     Released,
     ReleaseOutcome,
     Slot,
+    StoreCounter,
 )
 
 __all__ = ("Registry", "Reservation")
@@ -212,12 +213,40 @@ class Registry(ABC):
         """
 
     @abstractmethod
+    def add_counters(self, counts: Mapping[str, int]) -> None:
+        """Add to the totals of the namespace, which outlive the workers; all or nothing.
+
+        A store adds to them by itself what only it sees (:class:`~celery_capacity.models.StoreCounter`), in the very
+        step in which it happens.  A second call counts a second time; one without counts does nothing.
+
+        :raises InvalidCounterError: a name is not a string of 1 to 64 characters, or a count is not an integer
+            from 1 up; nothing was counted then.
+        """
+
+    @abstractmethod
     def overview(self) -> Overview:
-        """All workers (gone ones that await clean-up as ``lapsed``) and all queues, in name order."""
+        """All workers (gone ones that await clean-up as ``lapsed``), all queues and all counters, in name order."""
 
     @abstractmethod
     def close(self) -> None:
         """Close connections.  Harmless twice; the registry's state stays."""
+
+    def report_stale(self, operation: str, epoch: int | None, *, worker: str = "", token: str = "") -> None:
+        """Log that an older epoch was refused.  For stores; not to be called inside their atomic step."""
+        logger.info(
+            "%s of %s was refused: epoch %s is not the current one",
+            operation,
+            f"worker {worker}" if worker else f"slot {token}",
+            epoch,
+            extra={
+                "action": StoreCounter.STALE_REFUSED.value,
+                "operation": operation,
+                "worker": worker,
+                "token": token,
+                "epoch": epoch,
+                "namespace": self.namespace,
+            },
+        )
 
     def __enter__(self) -> Registry:
         return self

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from threading import Lock
 
 from ..errors import ConfigurationError, InvalidDemandError
@@ -20,32 +19,23 @@ from ..models import (
     Lot,
     Overview,
     Pulse,
-    QueueView,
     Reason,
     Refusal,
     Released,
     ReleaseOutcome,
     Slot,
     Standing,
-    WorkerState,
-    WorkerView,
+    StoreCounter,
     check_capacity,
+    check_counts,
 )
+from . import _memory_views as views
 from ._memory_records import DRAINING, FULL, LAPSED, LATE, READY, REASONS, UNKNOWN, Worker
 from ._memory_world import World
 from .contract import Registry, Reservation
 from .urls import mask_url
 
 __all__ = ("MemoryRegistry",)
-
-_STATES = {
-    READY: WorkerState.READY,
-    FULL: WorkerState.READY,
-    UNKNOWN: WorkerState.UNKNOWN,
-    DRAINING: WorkerState.DRAINING,
-    LATE: WorkerState.LATE,
-    LAPSED: WorkerState.LAPSED,
-}
 
 _worlds: dict[tuple[str, str], World] = {}
 _worlds_lock = Lock()
@@ -116,25 +106,28 @@ class MemoryRegistry(Registry):
             current = world.workers.get(worker)
             if current is None:
                 return Pulse(Standing.GONE, store_time=now)
-            if current.epoch != epoch:
-                by = f"host={current.advert.host} pid={current.advert.pid}"
-                return Pulse(Standing.REPLACED, store_time=now, by=by)
-            current.beat = now
-            leaked = [
-                held
-                for token, held in current.slots.items()
-                if token not in tokens and held.committed_at is not None and held.committed_at < since
-            ]
-            for held in leaked:
-                world.give_back(held)
-            world.refresh(current, now)
-            return Pulse(
-                Standing.CURRENT,
-                healed=tuple(held.token for held in leaked),
-                missing=tuple(token for token in tokens if token not in world.slots),
-                store_time=now,
-                draining=current.drain,
-            )
+            if current.epoch == epoch:
+                current.beat = now
+                leaked = [
+                    held
+                    for token, held in current.slots.items()
+                    if token not in tokens and held.committed_at is not None and held.committed_at < since
+                ]
+                for held in leaked:
+                    world.give_back(held)
+                world.refresh(current, now)
+                return Pulse(
+                    Standing.CURRENT,
+                    healed=tuple(held.token for held in leaked),
+                    missing=tuple(token for token in tokens if token not in world.slots),
+                    store_time=now,
+                    draining=current.drain,
+                )
+            world.count(StoreCounter.STALE_REFUSED)
+            by = f"host={current.advert.host} pid={current.advert.pid}"
+        # Outside the lock: whatever a handler of the log does, nobody waits for it.
+        self.report_stale("heartbeat", epoch, worker=worker)
+        return Pulse(Standing.REPLACED, store_time=now, by=by)
 
     def restore(self, worker: str, epoch: int, slots: Iterable[Slot]) -> int:
         slots = tuple(slots)
@@ -165,10 +158,14 @@ class MemoryRegistry(Registry):
         with world.lock:
             world.tick()
             current = world.workers.get(worker)
-            if current is None or current.epoch != epoch:
+            if current is None:
                 return False
-            world.bury(current)
-            return True
+            if current.epoch == epoch:
+                world.bury(current)
+                return True
+            world.count(StoreCounter.STALE_REFUSED)
+        self.report_stale("deregistration", epoch, worker=worker)
+        return False
 
     def drain(self, worker: str, reason: str, seconds: float | None = None) -> bool:
         return self._set_drain(worker, reason, seconds)
@@ -271,17 +268,18 @@ class MemoryRegistry(Registry):
         with world.lock:
             now = world.tick()
             current = world.workers.get(worker)
-            if current is not None and current.epoch != epoch:
-                return CommitOutcome.STALE
-            held = world.slots.get(token)
-            if held is None:
-                return CommitOutcome.GONE
-            if held.worker is not current:
-                return CommitOutcome.STALE
-            if held.committed_at is not None:
-                return CommitOutcome.ALREADY
-            world.commit(held, now)
-            return CommitOutcome.COMMITTED
+            if current is None or current.epoch == epoch:
+                held = world.slots.get(token)
+                if held is None:
+                    return CommitOutcome.GONE
+                if held.worker is current:
+                    if held.committed_at is not None:
+                        return CommitOutcome.ALREADY
+                    world.commit(held, now)
+                    return CommitOutcome.COMMITTED
+            world.count(StoreCounter.STALE_REFUSED)
+        self.report_stale("commit", epoch, worker=worker, token=token)
+        return CommitOutcome.STALE
 
     def release(
         self, token: str, epoch: int | None = None, *, then: Claim | None = None, emptied: Slot | None = None
@@ -293,21 +291,26 @@ class MemoryRegistry(Registry):
             if held is None:
                 return Released(ReleaseOutcome.ALREADY)
             worker = held.worker
-            if epoch is not None and worker.epoch != epoch:
-                return Released(ReleaseOutcome.STALE)
-            world.give_back(held)
-            lot = emptied.lot if emptied is not None else None
-            waiting = False
-            if emptied is not None and lot is not None:
-                waiting = self._still_waiting(lot, emptied.mark, now)
-            claim = None
-            if then is not None and worker.status == READY and (worker.name, worker.epoch) == (then.worker, then.epoch):
-                lots = [other for other in then.lots if other.name != lot]
-                answer = self._claim_from(worker, lots, now, marked_only=True)
-                if isinstance(answer, Refusal) and not then.marked_only:
-                    answer = self._claim_from(worker, lots, now, marked_only=False)
-                claim = answer if isinstance(answer, Slot) else None
-            return Released(ReleaseOutcome.RELEASED, claim, waiting)
+            if epoch is None or worker.epoch == epoch:
+                world.give_back(held)
+                lot = emptied.lot if emptied is not None else None
+                waiting = False
+                if emptied is not None and lot is not None:
+                    waiting = self._still_waiting(lot, emptied.mark, now)
+                claim = self._claim_freed(worker, then, lot, now) if then is not None else None
+                return Released(ReleaseOutcome.RELEASED, claim, waiting)
+            world.count(StoreCounter.STALE_REFUSED)
+        self.report_stale("release", epoch, token=token)
+        return Released(ReleaseOutcome.STALE)
+
+    def _claim_freed(self, worker: Worker, then: Claim, emptied: str | None, now: float) -> Slot | None:
+        if worker.status != READY or (worker.name, worker.epoch) != (then.worker, then.epoch):
+            return None
+        lots = [lot for lot in then.lots if lot.name != emptied]
+        answer = self._claim_from(worker, lots, now, marked_only=True)
+        if isinstance(answer, Refusal) and not then.marked_only:
+            answer = self._claim_from(worker, lots, now, marked_only=False)
+        return answer if isinstance(answer, Slot) else None
 
     def found_empty(self, lot: str, mark: int) -> bool:
         with self._world.lock:
@@ -350,6 +353,9 @@ class MemoryRegistry(Registry):
         with world.lock:
             now = world.tick()
             for worker in [w for w in world.workers.values() if w.status == LAPSED]:
+                world.count(StoreCounter.WORKERS_LAPSED)
+                if worker.slots:
+                    world.count(StoreCounter.SLOTS_FREED_BY_LAPSE, len(worker.slots))
                 world.bury(worker)
             mine = []
             for name, gone in sorted(world.gone.items()):
@@ -369,51 +375,17 @@ class MemoryRegistry(Registry):
             return True
 
     def census(self, queue: str, task: str | None = None, node: str | None = None) -> Census:
-        world = self._world
-        with world.lock:
-            now = world.tick()
-            state = world.queues.get(queue)
-            views = tuple(
-                _view(worker, now, world.why_not(worker, queue, task, node))
-                for _, worker in sorted(world.workers.items())
-            )
-            limit, held = (state.limit, state.held) if state is not None else (None, 0)
-            return Census(queue, task, node, views, limit, held, world.is_waiting(queue))
+        with self._world.lock:
+            return views.census(self._world, self._world.tick(), queue, task, node)
+
+    def add_counters(self, counts: Mapping[str, int]) -> None:
+        check_counts(counts)
+        with self._world.lock:
+            self._world.counters.update(counts)
 
     def overview(self) -> Overview:
-        world = self._world
-        with world.lock:
-            now = world.tick()
-            views = [_view(worker, now, REASONS[worker.status]) for worker in world.workers.values()]
-            for gone in world.gone.values():
-                view = _view(gone.worker, now, Reason.LAPSED)
-                views.append(replace(view, state=WorkerState.LAPSED, detail="gone, waits for clean-up"))
-            waiting = {mark.queue for mark in world.marks.values()}
-            queues = []
-            for name in sorted(world.queues.keys() | waiting):
-                state = world.queues.get(name)
-                limit, held = (state.limit, state.held) if state is not None else (None, 0)
-                queues.append(QueueView(name, limit, held, name in waiting))
-            return Overview(self.namespace, tuple(sorted(views, key=lambda view: view.name)), tuple(queues))
+        with self._world.lock:
+            return views.overview(self._world, self._world.tick(), self.namespace)
 
     def close(self) -> None:
         """Nothing to close: the state stays for whoever opens the same URL and namespace."""
-
-
-def _view(worker: Worker, now: float, reason: Reason | None) -> WorkerView:
-    advert = worker.advert
-    return WorkerView(
-        name=worker.name,
-        node=advert.node,
-        epoch=worker.epoch,
-        state=_STATES[worker.status],
-        capacity=worker.capacity,
-        reserved=len(worker.slots) - worker.committed,
-        committed=worker.committed,
-        queues=advert.queues,
-        reason=reason,
-        detail=worker.drain or "",
-        lease_age=now - worker.beat,
-        host=advert.host,
-        pid=advert.pid,
-    )

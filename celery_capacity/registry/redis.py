@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ..errors import InvalidAdvertError, InvalidDemandError
@@ -26,6 +26,7 @@ from ..models import (
     Slot,
     Standing,
     check_capacity,
+    check_counts,
 )
 from . import _redis_views as views
 from ._redis_client import Client, Script
@@ -71,6 +72,7 @@ _SET_LIMIT = Script("set_limit", *_MEMBERS)
 _EXPIRE = Script("expire", *_MEMBERS)
 _FORGET = Script("forget", "_base")
 _FOUND_EMPTY = Script("found_empty", "_marks")
+_ADD_COUNTERS = Script("add_counters")
 _CENSUS = Script("census", *_CLAIMS, "_views")
 _OVERVIEW = Script("overview", *_SLOTS, "_views")
 
@@ -147,6 +149,8 @@ class RedisRegistry(Registry):
     def heartbeat(self, worker: str, epoch: int, holding: Iterable[str] = (), since: float = 0.0) -> Pulse:
         standing, now, by, *more = self._run(_HEARTBEAT, worker, epoch, _micros(since), *dict.fromkeys(holding))
         if not more:
+            if standing == b"REPLACED":
+                self.report_stale("heartbeat", epoch, worker=worker)
             return Pulse(Standing[standing.decode()], store_time=now / 1e6, by=by.decode())
         draining, reason, healed, missing = more
         return Pulse(
@@ -166,7 +170,10 @@ class RedisRegistry(Registry):
         return self._run(_RESIZE, worker, epoch, _number(capacity)) == [1]
 
     def deregister(self, worker: str, epoch: int) -> bool:
-        return self._run(_DEREGISTER, worker, epoch) == [1]
+        (outcome,) = self._run(_DEREGISTER, worker, epoch)
+        if outcome < 0:
+            self.report_stale("deregistration", epoch, worker=worker)
+        return bool(outcome > 0)
 
     def drain(self, worker: str, reason: str, seconds: float | None = None) -> bool:
         return self._run(_DRAIN, worker, 1, reason, "" if seconds is None else _micros(seconds)) == [1]
@@ -220,7 +227,10 @@ class RedisRegistry(Registry):
         return _claim(reply, nonce) if reply[0] else _refusal(reply)
 
     def commit(self, token: str, worker: str, epoch: int) -> CommitOutcome:
-        return _COMMITS[self._run(_COMMIT, token, worker, epoch)[0]]
+        outcome = _COMMITS[self._run(_COMMIT, token, worker, epoch)[0]]
+        if outcome is CommitOutcome.STALE:
+            self.report_stale("commit", epoch, worker=worker, token=token)
+        return outcome
 
     def release(
         self, token: str, epoch: int | None = None, *, then: Claim | None = None, emptied: Slot | None = None
@@ -239,6 +249,8 @@ class RedisRegistry(Registry):
             emptied.mark if emptied is not None else "",
             *(_flat(then.lots) if then is not None else ()),
         )
+        if outcome == b"STALE":
+            self.report_stale("release", epoch, token=token)
         waiting, claim = (more + [None])[:2] if more else (0, None)
         return Released(_RELEASES[outcome], _claim(claim, nonce) if claim else None, bool(waiting))
 
@@ -268,6 +280,11 @@ class RedisRegistry(Registry):
 
     def census(self, queue: str, task: str | None = None, node: str | None = None) -> Census:
         return views.census(self._run(_CENSUS, queue, _optional(task), _optional(node)), queue, task, node)
+
+    def add_counters(self, counts: Mapping[str, int]) -> None:
+        check_counts(counts)
+        if counts:
+            self._run(_ADD_COUNTERS, *(value for count in counts.items() for value in count))
 
     def overview(self) -> Overview:
         return views.overview(self._run(_OVERVIEW), self.namespace)

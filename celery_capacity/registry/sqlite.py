@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from urllib.parse import unquote
 
 from ..errors import ConfigurationError, InvalidDemandError
@@ -25,7 +25,9 @@ from ..models import (
     ReleaseOutcome,
     Slot,
     Standing,
+    StoreCounter,
     check_capacity,
+    check_counts,
 )
 from . import _sqlite_rows as rows
 from . import _sqlite_views as views
@@ -110,6 +112,7 @@ class SQLiteRegistry(Registry):
             if current is None:
                 return Pulse(Standing.GONE, store_time=tx.now)
             if current.epoch != epoch:
+                self._stale(tx, "heartbeat", epoch, worker=worker)
                 by = f"host={current.host} pid={current.pid}"
                 return Pulse(Standing.REPLACED, store_time=tx.now, by=by)
             tx.execute(_BEAT, {"id": current.id, "now": tx.now})
@@ -144,7 +147,10 @@ class SQLiteRegistry(Registry):
         with self._file.write() as tx:
             rows.catch_up(tx)
             current = rows.find_worker(tx, worker)
-            if current is None or current.epoch != epoch:
+            if current is None:
+                return False
+            if current.epoch != epoch:
+                self._stale(tx, "deregistration", epoch, worker=worker)
                 return False
             rows.bury(tx, current)
             return True
@@ -222,12 +228,12 @@ class SQLiteRegistry(Registry):
     def commit(self, token: str, worker: str, epoch: int) -> CommitOutcome:
         with self._file.write() as tx:
             current = rows.find_worker(tx, worker)
-            if current is not None and current.epoch != epoch:
-                return CommitOutcome.STALE
             slot = rows.find_slot(tx, token)
-            if slot is None:
+            stale = current is not None and current.epoch != epoch
+            if slot is None and not stale:
                 return CommitOutcome.GONE
-            if current is None or slot.worker != current.id:
+            if stale or slot is None or current is None or slot.worker != current.id:
+                self._stale(tx, "commit", epoch, worker=worker, token=token)
                 return CommitOutcome.STALE
             if slot.committed_at is not None:
                 return CommitOutcome.ALREADY
@@ -242,6 +248,7 @@ class SQLiteRegistry(Registry):
             if slot is None:
                 return Released(ReleaseOutcome.ALREADY)
             if epoch is not None and slot.epoch != epoch:
+                self._stale(tx, "release", epoch, token=token)
                 return Released(ReleaseOutcome.STALE)
             rows.free(tx, token)
             lot = emptied.lot if emptied is not None else None
@@ -280,6 +287,10 @@ class SQLiteRegistry(Registry):
             rows.free(tx, token)
             return ReleaseOutcome.RELEASED
 
+    def _stale(self, tx: Transaction, operation: str, epoch: int, **whose: str) -> None:
+        rows.count(tx, StoreCounter.STALE_REFUSED.value)
+        tx.reports.append(lambda: self.report_stale(operation, epoch, **whose))
+
     # -- limits, clean-up, views -------------------------------------------------------------------------
 
     def set_limit(self, queue: str, limit: int | None) -> None:
@@ -298,6 +309,9 @@ class SQLiteRegistry(Registry):
                 worker = rows.find_worker(tx, name)
                 if worker is not None:
                     _report_freed(tx, logging.WARNING, worker, "it has lapsed")
+                    rows.count(tx, StoreCounter.WORKERS_LAPSED.value)
+                    if worker.held:
+                        rows.count(tx, StoreCounter.SLOTS_FREED_BY_LAPSE.value, worker.held)
                     rows.bury(tx, worker)
             tx.execute(_HAND_OUT, asked)
             return tuple(
@@ -312,6 +326,14 @@ class SQLiteRegistry(Registry):
     def census(self, queue: str, task: str | None = None, node: str | None = None) -> Census:
         with self._file.read() as tx:
             return views.census(tx, queue, task, node)
+
+    def add_counters(self, counts: Mapping[str, int]) -> None:
+        check_counts(counts)
+        if not counts:
+            return
+        with self._file.write() as tx:
+            for name, n in counts.items():
+                rows.count(tx, name, n)
 
     def overview(self) -> Overview:
         with self._file.read() as tx:

@@ -17,6 +17,7 @@ the fixture ``advance``, a callable that moves it by so many seconds; others kee
 from ._base import ContractBase, wait_until
 from ._choice import ChoiceContract
 from ._cleanup import CleanupContract
+from ._counters import CounterContract
 from ._crowd import CrowdContract
 from ._lots import LotContract
 from ._slots import SlotContract
@@ -26,6 +27,13 @@ __all__ = ("RegistryContract", "wait_until")
 
 
 class RegistryContract(
-    WorkerContract, ChoiceContract, SlotContract, LotContract, CleanupContract, CrowdContract, ContractBase
+    WorkerContract,
+    ChoiceContract,
+    SlotContract,
+    LotContract,
+    CleanupContract,
+    CounterContract,
+    CrowdContract,
+    ContractBase,
 ):
     """Every test that a store must pass."""

@@ -11,11 +11,11 @@ import pytest
 from ..models import Advert, Demand, QueueView, Refusal, Slot, WorkerView
 from ..registry.contract import Registry, Reservation
 
-__all__ = ("ContractBase", "OpenRegistry", "slots_held", "take", "view", "wait_until")
+__all__ = ("ContractBase", "OpenRegistry", "counters", "slots_held", "take", "view", "wait_until")
 
 # This module is imported before the others, so that their failing assertions show values.
 pytest.register_assert_rewrite(
-    *(f"{__package__}.{part}" for part in ("_choice", "_cleanup", "_crowd", "_lots", "_slots", "_workers"))
+    *(f"{__package__}.{part}" for part in ("_choice", "_cleanup", "_counters", "_crowd", "_lots", "_slots", "_workers"))
 )
 
 OpenRegistry = Callable[[str], Registry]
@@ -63,6 +63,11 @@ def queue_view(registry: Registry, queue: str) -> QueueView:
         if found.name == queue:
             return found
     return QueueView(queue, None, 0, False)
+
+
+def counters(registry: Registry) -> dict[str, int]:
+    """The totals of the namespace."""
+    return dict(registry.overview().counters)
 
 
 def slots_held(registry: Registry) -> int:

@@ -82,6 +82,13 @@ class Acceptance:
         agent = self.agent
         queue = mail.queue or next(iter(agent.managed), None) or agent.app.conf.task_default_queue
         agent.count("handed_away")
+        logger.info(
+            "task %s[%s] has no slot on %s; it goes to a worker that has one, or waits",
+            mail.task,
+            mail.task_id,
+            agent.name,
+            extra={"action": "handed_away", "task": mail.task, "task_id": mail.task_id, "worker": agent.name},
+        )
         slot = self.gatekeeper.mover.move(message, mail, queue)
         if slot is not None:
             # A slot has come free here in the meantime.
@@ -101,6 +108,14 @@ class Acceptance:
             return None
         if agent.ledger.holds(mail.token):
             # The broker delivers it again while it runs here (its acknowledgement was lost): a run of its own.
+            agent.count("delivered_again")
+            logger.warning(
+                "task %s[%s] was delivered again while %s runs it",
+                mail.task,
+                mail.task_id,
+                agent.name,
+                extra={"action": "delivered_again", "task_id": mail.task_id, "token": mail.token, "worker": agent.name},
+            )
             return None
         # A producer may have seen our registration before its answer has reached us.
         epoch = agent.epoch or mail.epoch

@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kombu import Queue
@@ -58,7 +58,10 @@ class WorkerAgent:
         self.name: str = controller.hostname
         self.node: str = settings.node or node_of(self.name)
         self.ledger = Ledger()
-        self.counters: Counter[str] = Counter()
+        self._counters: Counter[str] = Counter()
+        #: Of these, what the registry has not been told yet.
+        self._untold: Counter[str] = Counter()
+        self._counters_lock = threading.Lock()
         #: Celery's consumer; set by the consumer's bootstep.
         self.consumer: Any = None
         #: Called for every message that the task consumer receives; set by the consumer's bootstep.
@@ -206,6 +209,11 @@ class WorkerAgent:
             slot = Slot(new_token(self.name, self.epoch), self.name, self.epoch, queue, self.node, committed=True)
             self.ledger.claim(slot)
         self.count("admitted_locally")
+        logger.info(
+            "slot %s is taken without the registry; a heartbeat will tell it",
+            slot.token,
+            extra={"action": "admitted_locally", "token": slot.token, "worker": self.name},
+        )
         return slot
 
     def free(self, slot: Slot) -> None:
@@ -214,6 +222,7 @@ class WorkerAgent:
         try:
             self.call(self.registry.release, slot.token, self.epoch)
         except RegistryError as exc:
+            self.count("release_deferred")
             logger.info(
                 "slot %s will be given back by a heartbeat: %s",
                 slot.token,
@@ -249,6 +258,7 @@ class WorkerAgent:
         try:
             self.call(self.resize, self.registry)
         except RegistryError as exc:
+            self.count("withdraw_failed")
             logger.warning("could not withdraw worker %s: %s", self.name, exc, extra={"action": "withdraw_failed"})
 
     def look(self) -> None:
@@ -256,9 +266,36 @@ class WorkerAgent:
         self.look_wanted = True
         self.wake()
 
+    # -- what must never be silent ---------------------------------------------------------------------
+
     def count(self, action: str, n: int = 1) -> None:
-        """Count something that must never be silent."""
-        self.counters[action] += n
+        """Count something that must never be silent.  From any thread."""
+        with self._counters_lock:
+            self._counters[action] += n
+            self._untold[action] += n
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """A copy of what this worker has counted since it began."""
+        with self._counters_lock:
+            return dict(self._counters)
+
+    def tell_counters(self, tell: Callable[[Mapping[str, int]], object]) -> None:
+        """Call ``tell`` with what was counted since it was last told, if there is anything.  From any thread.
+
+        What ``tell`` raises is raised; then it is told the next time.
+        """
+        with self._counters_lock:
+            # Taken out first, so that two threads never tell the same.
+            counts, self._untold = self._untold, Counter()
+        if not counts:
+            return
+        try:
+            tell(counts)
+        except BaseException:
+            with self._counters_lock:
+                self._untold.update(counts)
+            raise
 
     @staticmethod
     def now() -> float:

@@ -21,7 +21,7 @@ from ..registry import Registry
 if TYPE_CHECKING:
     from .agent import WorkerAgent
 
-__all__ = ("Heart",)
+__all__ = ("Heart", "last_words", "tell_counters")
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +62,7 @@ class Heart(threading.Thread):
                 logger.debug("heartbeat of %s: %s", self.agent.name, exc)
             except Exception:
                 # Whatever it is, a worker without a heartbeat is worse.
+                self.agent.count("heartbeat_failed")
                 logger.exception("heartbeat of %s failed", self.agent.name, extra={"action": "heartbeat_failed"})
             self._wake.wait(min(_TICK_SECONDS, self.agent.settings.heartbeat_seconds))
             self._wake.clear()
@@ -74,11 +75,15 @@ class Heart(threading.Thread):
         :raises RegistryError: it could not be done; it is tried again at the next look.
         """
         agent = self.agent
-        if agent.replaced:
-            return
         if self._registry is None:
             self._registry = agent.open_registry()
             self._outage = Outage(self._registry.url, min(_TICK_SECONDS, agent.settings.heartbeat_seconds))
+        if agent.replaced:
+            # It has no lease any more, but it has something to tell: that it was replaced, for one.
+            if agent.now() >= self._next_beat:
+                self._next_beat = agent.now() + agent.settings.heartbeat_seconds
+                self._tell_counters()
+            return
         if not agent.epoch:
             # Before it can take a task it says nothing at all.
             if agent.capacity() is not None:
@@ -93,6 +98,13 @@ class Heart(threading.Thread):
             agent.look()
         if agent.now() >= self._next_beat:
             self._beat()
+            # After it, since the beat may have found something.
+            self._tell_counters()
+
+    def _tell_counters(self) -> None:
+        registry = self._registry
+        assert registry is not None
+        self.agent.tell_counters(lambda counts: self._call(registry.add_counters, counts))
 
     def _call(self, function, *args, **kwargs):  # type: ignore[no-untyped-def]
         assert self._outage is not None
@@ -196,8 +208,22 @@ class Heart(threading.Thread):
         agent.wake()
 
 
+def tell_counters(agent: WorkerAgent) -> None:
+    """Tell the registry what no heartbeat has told yet.  Best effort; from the main thread."""
+    try:
+        agent.tell_counters(lambda counts: agent.call(agent.registry.add_counters, counts))
+    except CapacityError as exc:
+        logger.warning(
+            "what %s counted since its last heartbeat is lost: %s",
+            agent.name,
+            exc,
+            extra={"action": "counters_lost", "worker": agent.name},
+        )
+
+
 def last_words(agent: WorkerAgent) -> None:
-    """Deregister.  Best effort: without the registry the lapse does it."""
+    """Tell the last counters, and deregister.  Best effort: without the registry the lapse does it."""
+    tell_counters(agent)
     if not agent.epoch:
         return
     try:

@@ -202,6 +202,7 @@ class Intake:
         try:
             released: Released = agent.call(agent.registry.release, slot.token, agent.epoch, then=then, emptied=emptied)
         except RegistryError as exc:
+            agent.count("release_deferred")
             logger.info(
                 "slot %s will be given back by a heartbeat: %s",
                 slot.token,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,10 +56,13 @@ class LotReader:
 
     Those beside a queue's own need not exist; RabbitMQ closes the channel of whoever fetches from a queue that is
     not there, and with it gives back all that was fetched through it.
+
+    :param count: called with the name of what must never be silent.
     """
 
-    def __init__(self, connection: Any, channel: Any = None) -> None:
+    def __init__(self, connection: Any, count: Callable[[str], None], channel: Any = None) -> None:
         self._connection = connection
+        self._count = count
         self._channel = connection.channel() if channel is None else channel
         self._known: set[str] = set()
 
@@ -73,6 +77,7 @@ class LotReader:
             return self._get(lot.name)
         except self._connection.channel_errors as exc:
             # The queue was deleted under us.
+            self._count("fetch_failed")
             logger.warning("cannot fetch from %s: %s", lot.name, exc, extra={"action": "fetch_failed", "lot": lot.name})
             self._open_anew(lot)
             return None

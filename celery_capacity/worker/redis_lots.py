@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 from kombu.transport import virtual
@@ -64,12 +65,15 @@ class RedisLotReader(LotReader):
         return message
 
 
-def open_reader(connection: Any) -> LotReader:
-    """The reader for the transport of a connection."""
+def open_reader(connection: Any, count: Callable[[str], None]) -> LotReader:
+    """The reader for the transport of a connection.
+
+    :param count: called with the name of what must never be silent.
+    """
     redis_transport = sys.modules.get("kombu.transport.redis")
     if redis_transport is not None:
         channel = connection.channel()
         if isinstance(channel, redis_transport.Channel) and channel.ack_emulation:
-            return RedisLotReader(connection, channel)
+            return RedisLotReader(connection, count, channel)
         channel.close()
-    return LotReader(connection)
+    return LotReader(connection, count)

@@ -16,7 +16,7 @@ from ..errors import RegistryError
 from .acceptance import Acceptance
 from .agent import WorkerAgent
 from .gate import Gatekeeper
-from .heart import Heart, last_words
+from .heart import Heart, last_words, tell_counters
 from .intake import Intake
 from .mover import Mover
 from .redis_lots import open_reader
@@ -62,7 +62,7 @@ class Announce(bootsteps.StartStopStep):  # type: ignore[misc]
                 "held": agent.ledger.held,
                 "delayed": agent.ledger.delayed,
                 "draining": agent.draining,
-                "counters": dict(agent.counters),
+                "counters": agent.counters,
             }
         }
 
@@ -106,7 +106,7 @@ class Gate(bootsteps.StartStopStep):  # type: ignore[misc]
         if sweeper is not None:
             sweeper.gatekeeper = self.gatekeeper
         agent.stopping = False
-        self.intake.start(open_reader(consumer.connection))
+        self.intake.start(open_reader(consumer.connection, agent.count))
 
     def register_with_event_loop(self, consumer: Any, hub: Any) -> None:
         """Called by Celery each time its event loop begins."""
@@ -192,6 +192,7 @@ class Gate(bootsteps.StartStopStep):  # type: ignore[misc]
         if not unfinished:
             # Else the broker may be about to give back to the own queue what was cut off (cold shutdown).
             self._farewell()
+            tell_counters(agent)
         self.mover.close()
         agent.app.capacity.dismiss(agent)
 
@@ -203,6 +204,7 @@ class Gate(bootsteps.StartStopStep):  # type: ignore[misc]
             self.mover.drain(agent.own_queue.name, fallback)
         except Exception as exc:  # noqa: BLE001 - another worker's sweeper does it then
             self.mover.close()
+            agent.count("hand_back_failed")
             logger.warning(
                 "could not hand back what is in %s: %r", agent.own_queue.name, exc, extra={"action": "hand_back_failed"}
             )
@@ -221,6 +223,7 @@ class Gate(bootsteps.StartStopStep):  # type: ignore[misc]
         except RegistryError as exc:
             logger.debug("farewell of %s: %s", agent.name, exc)
         except Exception as exc:  # noqa: BLE001 - as above
+            agent.count("hand_back_failed")
             logger.warning("farewell of %s: %r", agent.name, exc, extra={"action": "hand_back_failed"})
 
     def _close_wakeup(self) -> None:

@@ -50,6 +50,7 @@ class Sweeper(threading.Thread):
                     logger.debug("sweep of %s: %s", self.agent.name, exc)
                 except Exception as exc:
                     # The broker may be away; what is left is seen to at the next sweep, here or elsewhere.
+                    self.agent.count("sweep_failed")
                     logger.warning(
                         "sweep of %s: %r", self.agent.name, exc, exc_info=True, extra={"action": "sweep_failed"}
                     )
@@ -82,6 +83,7 @@ def clean_up(mover: Mover, gone: LapsedWorker, fallback: str | None) -> bool:
     if look_at(mover.connection(), name) is not None:
         moved = mover.drain(name, fallback or agent.app.conf.task_default_queue)
     if moved:
+        agent.count("rehomed", moved)
         logger.warning(
             "%d tasks of worker %s, which is gone, were moved",
             moved,

@@ -36,6 +36,10 @@ def key() -> str:
     return unique("life")
 
 
+def counters(fleet: Fleet) -> dict[str, int]:
+    return dict(fleet.registry.overview().counters)
+
+
 class TestWarmShutdown:
     @pytest.mark.parametrize("broker_kind", MATRIX)
     def test_what_runs_ends_and_what_waits_stays(self, fleets: Fleets, broker_kind: str, key: str) -> None:
@@ -302,6 +306,9 @@ class TestDeath:
             fleet.assert_takes(2)
             fleet.wait(lambda: not fleet.held(), 10, "all slots to be free")
             assert fleet.depth(fleet.own_queue("w1@north")) == 0
+            fleet.wait(lambda: "rehomed" in counters(fleet), 20, "the sweeper's heartbeat to tell")
+            assert counters(fleet)["workers_lapsed"] == 1
+            assert counters(fleet)["moved"] >= counters(fleet)["rehomed"] > 0
 
     def test_of_one_with_running_tasks_frees_its_slots(self, fleets: Fleets, key: str) -> None:
         """D7, E2: restarted at once under the same name, it does not wait for the lapse."""
@@ -355,6 +362,8 @@ class TestNames:
             assert f"pid={second.pid}" in line or f"pid {second.pid}" in line
             fleet.assert_takes(2)
             assert len(fleet.views()) == 1
+            fleet.wait(lambda: "replaced" in counters(fleet), 20, "the one that was replaced to tell")
+            assert counters(fleet)["stale_refused"] >= 1
 
 
 class TestRemoteControl:

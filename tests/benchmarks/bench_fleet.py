@@ -186,6 +186,7 @@ def bench_ticks(broker: str, number: int, rounds: int) -> None:
 def bench_publish(broker: str, number: int) -> None:
     """No worker runs: it is the producer's time that is measured.  A registered name stands for the fleet."""
     import redis
+
     from celery_capacity import open_registry
     from celery_capacity.models import Advert
     from celery_capacity.naming import own_queue_name

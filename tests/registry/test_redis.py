@@ -325,6 +325,8 @@ def test_full_memory_changes_nothing_and_still_gives_back(server, registry):
         with pytest.raises(RegistryError) as caught:
             registry.select_and_reserve(DEMAND)
         assert not isinstance(caught.value, RegistryUnavailable)
+        # It cannot be counted, but it is told.
+        assert registry.commit(slots[2].token, "w1", epoch - 1) is CommitOutcome.STALE
         assert registry.cancel(slots[1].token) is ReleaseOutcome.RELEASED
         assert registry.release(slots[0].token, epoch).outcome is ReleaseOutcome.RELEASED
         client.config_set("maxmemory", "0")

@@ -20,6 +20,7 @@ def test_json_has_the_fixed_form_and_nothing_else_is_on_stdout(registry, run):
     epoch = registry.register(advert("w1@north", 3))
     registry.register(advert("w2@south", None, queues=("q", "r", "capacity.default.w2@south")))
     registry.set_limit("r", 7)
+    registry.add_counters({"moved": 12, "healed": 1})
     first, _ = reserve(registry, 2)
     registry.commit(first.slot.token, "w1@north", epoch)
     registry.reserve_worker("w1@north", epoch, Demand("capacity.default.w1@north"), commit=True)
@@ -60,8 +61,10 @@ def test_json_has_the_fixed_form_and_nothing_else_is_on_stdout(registry, run):
             {"name": "q", "limit": None, "held": 2, "waiting": False},
             {"name": "r", "limit": 7, "held": 0, "waiting": False},
         ],
+        "counters": {"healed": 1, "moved": 12},
     }
-    assert list(document) == ["namespace", "workers", "queues"]
+    assert list(document) == ["namespace", "workers", "queues", "counters"]
+    assert list(document["counters"]) == ["healed", "moved"]
     assert [list(worker) for worker in document["workers"]] == 2 * [
         ["name", "node", "epoch", "state", "capacity", "held", "reserved", "committed", "queues"]
     ]
@@ -70,7 +73,7 @@ def test_json_has_the_fixed_form_and_nothing_else_is_on_stdout(registry, run):
 
 def test_json_of_an_empty_namespace(run):
     result = run("status", "--json", capacity_namespace="empty")
-    assert json.loads(result.stdout) == {"namespace": "empty", "workers": [], "queues": []}
+    assert json.loads(result.stdout) == {"namespace": "empty", "workers": [], "queues": [], "counters": {}}
 
 
 def test_json_names_every_state(registry, run):
@@ -124,6 +127,11 @@ def test_table_shows_slots_reasons_and_limits(registry, run):
 def test_table_of_an_empty_namespace_says_so(run):
     result = run("status")
     assert (result.exit_code, result.stdout) == (0, "no worker in namespace 'default'\n")
+
+
+def test_counters_that_are_not_zero_are_one_line(registry, run):
+    registry.add_counters({"moved": 12, "healed": 1})
+    assert run("status").stdout == "no worker in namespace 'default'\ncounters: healed 1, moved 12\n"
 
 
 def test_columns_are_aligned_and_not_cut():

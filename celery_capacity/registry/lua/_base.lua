@@ -3,6 +3,9 @@
 -- Lua's own conversion would round an instant to 14 digits.
 local function text(instant) return string.format('%.0f', instant) end
 
+-- What only a store sees.  A server that cannot write it down must not keep anybody from the answer.
+local function count(what, n) redis.pcall('HINCRBY', PREFIX .. ':counters', what, n) end
+
 local function worker_key(name) return PREFIX .. ':worker:' .. name end
 
 local function queue_key(queue) return PREFIX .. ':queue:' .. queue end

@@ -20,6 +20,7 @@ local function settle()
       refresh(what)
     end
   end
+  if expired then count('reservations_expired', #expired / 2) end
 end
 
 -- Every script's reply goes through here, so that the reservations that it ended are reported.

@@ -4,10 +4,13 @@
 local token, name, epoch = unpack(ARGV)
 settle()
 local current = call('HGET', worker_key(name), 'epoch')
-if current and current ~= epoch then return answer({'STALE'}) end
 local owner, kind, queue = find(token)
-if not owner then return answer({'GONE'}) end
-if owner ~= name then return answer({'STALE'}) end
+local stale = current and current ~= epoch
+if not stale and not owner then return answer({'GONE'}) end
+if stale or owner ~= name then
+  count('stale_refused', 1)
+  return answer({'STALE'})
+end
 if kind == 'C' then return answer({'ALREADY'}) end
 call('ZREM', DUE, 's' .. token)
 call('HSET', worker_key(name), 'slot:' .. token, 'C' .. now_text .. ' ' .. queue)

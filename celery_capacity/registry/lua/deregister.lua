@@ -1,6 +1,11 @@
 -- ARGV: worker; epoch.
--- Returns {1}, or {0} if the epoch is not current.
+-- Returns {1}, {0} if there is no such worker, or {-1} if the epoch is not current.
 settle()
-if call('HGET', worker_key(ARGV[1]), 'epoch') ~= ARGV[2] then return answer({0}) end
+local current = call('HGET', worker_key(ARGV[1]), 'epoch')
+if not current then return answer({0}) end
+if current ~= ARGV[2] then
+  count('stale_refused', 1)
+  return answer({-1})
+end
 bury(ARGV[1])
 return answer({1})

@@ -3,15 +3,19 @@
 -- Returns {{worker, epoch, slots freed, ... of those that lapsed just now}, {worker, epoch, 1 if settled, ... handed out}}.
 local cleaner, lease = unpack(ARGV)
 settle()
-local lapsed, mine = {}, {}
+local lapsed, mine, freed = {}, {}, 0
 for _, name in ipairs(call('ZRANGEBYSCORE', PREFIX .. ':workers', 0, now_text)) do
   local epoch = call('HGET', worker_key(name), 'epoch')
   if epoch then
-    for _, value in ipairs({name, epoch, bury(name)}) do lapsed[#lapsed + 1] = value end
+    local held = bury(name)
+    freed = freed + held
+    for _, value in ipairs({name, epoch, held}) do lapsed[#lapsed + 1] = value end
   else
     call('ZREM', PREFIX .. ':workers', name) -- its key was evicted or deleted
   end
 end
+if lapsed[1] then count('workers_lapsed', #lapsed / 3) end
+if freed > 0 then count('slots_freed_by_lapse', freed) end
 local gone = call('HGETALL', PREFIX .. ':gone')
 for i = 1, #gone, 2 do
   local entry = cmsgpack.unpack(gone[i + 1])

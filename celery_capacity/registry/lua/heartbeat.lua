@@ -6,7 +6,10 @@ settle()
 local key = worker_key(name)
 local worker = call('HMGET', key, 'epoch', 'lease', 'lapse', 'host', 'pid', 'queues', 'drain')
 if not worker[1] then return answer({'GONE', now, ''}) end
-if worker[1] ~= epoch then return answer({'REPLACED', now, 'host=' .. worker[4] .. ' pid=' .. worker[5]}) end
+if worker[1] ~= epoch then
+  count('stale_refused', 1)
+  return answer({'REPLACED', now, 'host=' .. worker[4] .. ' pid=' .. worker[5]})
+end
 
 local late_at, lapse_at = text(now + worker[2]), text(now + worker[3])
 call('HSET', key, 'late_at', late_at, 'lapse_at', lapse_at)

@@ -6,7 +6,10 @@ local token, epoch, name, claim_epoch, marked, nonce, emptied, version = unpack(
 settle()
 local owner, kind, queue, current = find(token)
 if not owner then return answer({'ALREADY'}) end
-if epoch ~= '' and epoch ~= current then return answer({'STALE'}) end
+if epoch ~= '' and epoch ~= current then
+  count('stale_refused', 1)
+  return answer({'STALE'})
+end
 free(owner, token, kind, queue)
 
 local waiting = emptied ~= '' and still_waiting(emptied, version) or 0
