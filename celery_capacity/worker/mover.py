@@ -75,10 +75,13 @@ class Mover:
         self.registry = registry
         self._connection: Any = None
 
-    def move(self, message: Any, mail: Mail, queue: str, *, unknown: bool = False) -> Slot | None:
+    def move(
+        self, message: Any, mail: Mail, queue: str, *, unknown: bool = False, keep: bool = True
+    ) -> Slot | None:
         """Send a copy of ``message``, a task of the managed queue ``queue``, to where it can run, and acknowledge it.
 
         :param unknown: no worker that was asked knows the task; if nobody else does, it waits in a lot of its own.
+        :param keep: the caller can run it itself; else this worker is sent a copy like any other.
         :returns: a slot, if the choice fell on this very worker: then nothing was sent, and the message is the
             caller's to run.
         :raises OSError: or another of the broker's errors: nothing is lost, the message is not acknowledged.
@@ -101,7 +104,7 @@ class Mover:
             answer = None
         if isinstance(answer, Reservation):
             slot = answer.slot
-            if slot.worker == self.agent.name and slot.epoch == self.agent.epoch:
+            if keep and slot.worker == self.agent.name and slot.epoch == self.agent.epoch:
                 return answer.transfer()
             with answer:
                 header = {**mail.origin, "queue": queue, "token": slot.token, "worker": slot.worker}
@@ -137,8 +140,7 @@ class Mover:
                 if message is None:
                     break
                 mail = Mail.read(message)
-                if self.move(message, mail, mail.queue or fallback, unknown=unknown) is not None:
-                    raise RuntimeError("a worker that takes no more work was chosen")
+                self.move(message, mail, mail.queue or fallback, unknown=unknown, keep=False)
                 moved += 1
         return moved
 
