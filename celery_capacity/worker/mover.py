@@ -75,9 +75,7 @@ class Mover:
         self.registry = registry
         self._connection: Any = None
 
-    def move(
-        self, message: Any, mail: Mail, queue: str, *, unknown: bool = False, keep: bool = True
-    ) -> Slot | None:
+    def move(self, message: Any, mail: Mail, queue: str, *, unknown: bool = False, keep: bool = True) -> Slot | None:
         """Send a copy of ``message``, a task of the managed queue ``queue``, to where it can run, and acknowledge it.
 
         :param unknown: no worker that was asked knows the task; if nobody else does, it waits in a lot of its own.
