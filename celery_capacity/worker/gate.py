@@ -18,6 +18,7 @@ from celery.worker import state
 from ..models import Refusal, Slot
 from .ledger import Entry, Phase
 from .mover import Mail
+from .unacked import still_ours
 
 if TYPE_CHECKING:
     from .acceptance import Acceptance
@@ -91,6 +92,8 @@ class Gatekeeper:
             # Celery has announced it; the pool would only do it again.
             self.finish(entry)
             return False
+        if self.agent.may_have_lapsed_since(entry.since) and not self._is_ours(entry, request):
+            return False
         if entry.node not in (None, self.agent.node) and entry.queue in self.agent.managed:
             self._send_away(entry, request)
             return False
@@ -105,11 +108,29 @@ class Gatekeeper:
             self._waiting.append((entry, request))
         return False
 
-    def _send_away(self, entry: Entry, request: Any) -> None:
-        """Due, and no slot here: let somebody else have it."""
+    def _is_ours(self, entry: Entry, request: Any) -> bool:
+        """This worker was away for so long that what it held back may have been given to another one."""
+        if still_ours(entry.message, self.agent.settings.namespace, self.agent.name):
+            return True
+        self._drop(entry, request)
+        self.agent.count("dropped_duplicates")
+        logger.warning(
+            "task %s[%s] is dropped here: while %s was away it was given back",
+            request.name,
+            request.id,
+            self.agent.name,
+            extra={"action": "dropped_duplicate", "task_id": request.id, "worker": self.agent.name},
+        )
+        return False
+
+    def _drop(self, entry: Entry, request: Any) -> None:
         state.reserved_requests.discard(request)
         state.requests.pop(request.id, None)
         self.finish(entry)
+
+    def _send_away(self, entry: Entry, request: Any) -> None:
+        """Due, and no slot here: let somebody else have it."""
+        self._drop(entry, request)
         if self.acceptance is not None:
             self.acceptance.hand_away(entry.message, _mail_of(entry, request))
 

@@ -14,12 +14,13 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from kombu.transport import virtual
 from kombu.utils.encoding import bytes_to_str
 from kombu.utils.json import dumps, loads
 
 from ..naming import own_queue_name, unacked_name
 
-__all__ = ("is_redis", "restore_unacked")
+__all__ = ("is_redis", "restore_unacked", "still_ours")
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +73,14 @@ for i = 4, #KEYS do redis.call('RPUSH', KEYS[i], ARGV[i - 1]) end
 return 1
 """
 
+# KEYS: the worker's set, hash.  ARGV: tag, the end of the records of the worker's own queue.
+_OURS = """
+local record = redis.call('HGET', KEYS[2], ARGV[1])
+if not record then return 0 end
+if string.sub(record, -#ARGV[2]) == ARGV[2] or redis.call('ZSCORE', KEYS[1], ARGV[1]) then return 1 end
+return 0
+"""
+
 _Found = list[tuple[str, str]]
 
 
@@ -100,6 +109,29 @@ def restore_unacked(connection: Any, namespace: str, worker: str, still_gone: Ca
         return restored
 
 
+def still_ours(message: Any, namespace: str, worker: str) -> bool:
+    """Whether ``message``, which ``worker`` has received and not acknowledged, has not been given back meanwhile.
+
+    If it has, it is forgotten: or the closing of its channel would give it back once more, under whoever has it now.
+    Where the broker knows its consumers, it is always the worker's.
+
+    :raises OSError: or another of the broker's errors.
+    """
+    channel = message.channel
+    if not is_redis(channel):
+        return True
+    prefix, tag = channel.global_keyprefix, message.delivery_tag
+    keys = (prefix + unacked_name(namespace, worker), prefix + channel.unacked_key)
+    if channel.client.eval(_OURS, 2, *keys, tag, _end(namespace, worker)):
+        return True
+    virtual.QoS.ack(channel.qos, tag)
+    return False
+
+
+def _end(namespace: str, worker: str) -> str:
+    return str(dumps(own_queue_name(namespace, worker))) + "]"
+
+
 def _batches(channel: Any, namespace: str, worker: str) -> Iterator[_Found]:
     prefix, evaluate = channel.global_keyprefix, channel.client.eval
     keys = [prefix + channel.unacked_index_key, prefix + channel.unacked_key]
@@ -114,7 +146,7 @@ def _batches(channel: Any, namespace: str, worker: str) -> Iterator[_Found]:
     listed.sort(key=lambda found: float(found[1]), reverse=True)
     for start in range(0, len(listed), _BATCH):
         yield listed[start : start + _BATCH]
-    end = dumps(own_queue_name(namespace, worker)) + "]"
+    end = _end(namespace, worker)
     cursor = "0"
     while True:
         page = evaluate(_SCAN, 2, *keys, cursor, _BATCH, end)
