@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from uuid import uuid4
 
-__all__ = ("HEADER", "new_token", "node_lot", "node_of", "own_queue_name", "unacked_name", "unknown_lot")
+__all__ = (
+    "HEADER",
+    "dead_letter_queue",
+    "new_token",
+    "node_lot",
+    "node_of",
+    "own_queue_name",
+    "unacked_name",
+    "unknown_lot",
+)
 
 #: The message header that carries the token and the origin.
 HEADER = "capacity"
@@ -13,6 +22,11 @@ HEADER = "capacity"
 def own_queue_name(namespace: str, worker: str) -> str:
     """The durable queue that only ``worker`` consumes."""
     return f"capacity.{_part(namespace)}.{worker}"
+
+
+def dead_letter_queue(namespace: str, queue: str) -> str:
+    """The durable queue for tasks of ``queue`` that killed every worker they ran on."""
+    return f"capacity.{_part(namespace)}.dead.{queue}"
 
 
 def node_lot(namespace: str, queue: str, node: str) -> str:

@@ -13,7 +13,7 @@ __all__ = ("APPLICATION_ID", "SCHEMA", "VERSION")
 #: Tells our files from other people's (PRAGMA application_id); it reads "cCap".
 APPLICATION_ID = 0x63436170
 #: PRAGMA user_version.  Raise it with every change of the schema that an older release would not understand.
-VERSION = 2
+VERSION = 3
 
 SCHEMA = (
     # How far the store's clock is ahead of the machine's monotonic one since this boot.  One row at most.
@@ -152,6 +152,16 @@ SCHEMA = (
         pid INTEGER NOT NULL,
         queues TEXT NOT NULL,
         PRIMARY KEY (ns, name)
+    ) WITHOUT ROWID
+    """,
+    # Tasks that were begun and never ended: how often, and until when that is remembered.
+    """
+    CREATE TABLE strike (
+        ns INTEGER NOT NULL,
+        key TEXT NOT NULL,
+        count INTEGER NOT NULL,
+        until REAL NOT NULL,
+        PRIMARY KEY (ns, key)
     ) WITHOUT ROWID
     """,
     """

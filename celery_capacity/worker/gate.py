@@ -18,6 +18,7 @@ from celery.worker import state
 from ..models import Refusal, Slot
 from .ledger import Entry, Phase
 from .mover import Mail
+from .poison import PoisonCheck, Verdict
 from .unacked import still_ours
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class Gatekeeper:
         self.give_back = give_back
         self.mover = mover
         self.acceptance: Acceptance | None = None
+        self.poison = PoisonCheck(agent, mover)
         self._forward = forward
         #: Due, but without a slot, and from a queue that is not managed: they wait here, as they would in Celery.
         self._waiting: deque[tuple[Entry, Any]] = deque()
@@ -80,7 +82,7 @@ class Gatekeeper:
         entry = self.agent.ledger.find(request.message)
         if entry is None:
             mail = Mail.read(request.message)
-            entry = self.agent.ledger.add(Entry(request.message, mail.queue, mail.node))
+            entry = self.agent.ledger.add(Entry(request.message, mail.queue, mail.node, redelivered=mail.redelivered))
         entry.request = request
         if entry.slot is None and not self._admit(entry, request):
             return
@@ -136,11 +138,13 @@ class Gatekeeper:
 
     @property
     def has_waiting(self) -> bool:
-        """Does a due task wait for a slot here?"""
-        return bool(self._waiting)
+        """Does a due task wait for a slot here, or for the end of another one?"""
+        return bool(self._waiting) or self.poison.has_next
 
     def serve_waiting(self) -> bool:
-        """Give free slots to those that wait for one.  True if somebody still waits."""
+        """Give free slots to those that wait for one.  True if somebody still waits for one."""
+        while self.poison.has_next:
+            self._hand_over(*self.poison.next())
         while self._waiting:
             entry, request = self._waiting[0]
             if request.revoked():
@@ -158,6 +162,15 @@ class Gatekeeper:
     # -- the pool's side -------------------------------------------------------------------------------
 
     def _hand_over(self, entry: Entry, request: Any) -> None:
+        try:
+            verdict = self.poison.judge(entry, request)
+        except BaseException:
+            self.finish(entry)
+            raise
+        if verdict is not Verdict.BEGIN:
+            if verdict is Verdict.SET_ASIDE:
+                self.finish(entry)
+            return
         entry.phase = Phase.HANDED
         self._arm(entry, request)
         try:
@@ -178,11 +191,12 @@ class Gatekeeper:
             finally:
                 self._ended(entry, request)
 
-        def ended_badly(*args: Any, **kwargs: Any) -> Any:
+        def ended_badly(exc_info: Any, *args: Any, **kwargs: Any) -> Any:
             try:
-                return on_failure(*args, **kwargs)
+                return on_failure(exc_info, *args, **kwargs)
             finally:
-                self._ended(entry, request)
+                exc = exc_info.exception
+                self._ended(entry, request, getattr(exc, "exc", exc))
 
         def timed_out(soft: bool, timeout: float) -> Any:
             try:
@@ -193,11 +207,14 @@ class Gatekeeper:
 
         request.on_success, request.on_failure, request.on_timeout = ended_well, ended_badly, timed_out
 
-    def _ended(self, entry: Entry, request: Any) -> None:
+    def _ended(self, entry: Entry, request: Any, exc: BaseException | None = None) -> None:
         # The closures and the request hold each other; let go, rather than leave it to the collector.
         for name in _ENDS:
             request.__dict__.pop(name, None)
-        self.finish(entry)
+        try:
+            self.poison.ended(entry, request, exc)
+        finally:
+            self.finish(entry)
 
     def finish(self, entry: Entry) -> None:
         """The message has ended here, whatever the end.  Harmless twice; from any thread."""
@@ -242,6 +259,7 @@ class Gatekeeper:
         runs that too.
         """
         self._waiting.clear()
+        self.poison.forget_waiting()
         flushes = bool(getattr(self.agent.controller.pool, "flush", None))
         for entry in self.agent.ledger.entries():
             request = entry.request
@@ -265,4 +283,5 @@ def _mail_of(entry: Entry, request: Any) -> Mail:
     mail = Mail.read(entry.message)
     info = entry.message.delivery_info or {}
     origin = {**mail.origin, "exchange": info.get("exchange") or "", "routing_key": info.get("routing_key") or ""}
-    return Mail(mail.task, request.id, entry.queue, mail.node, None, 0, {**origin, "queue": entry.queue})
+    origin["queue"] = entry.queue
+    return Mail(mail.task, request.id, entry.queue, mail.node, None, 0, origin, entry.redelivered)

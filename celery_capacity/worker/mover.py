@@ -42,6 +42,8 @@ class Mail:
     epoch: int
     #: ``queue``, ``exchange``, ``routing_key``, ``node`` and ``when_full`` of the dispatch, as far as they are known.
     origin: Mapping[str, Any] = field(default_factory=dict)
+    #: It was delivered before; also if this is a copy of what was.
+    redelivered: bool = False
 
     @classmethod
     def read(cls, message: Any) -> Mail:
@@ -64,6 +66,7 @@ class Mail:
             token=_text(token),
             epoch=epoch if isinstance(epoch, int) else 0,
             origin=ours,
+            redelivered=bool(ours.pop("redelivered", False) or (message.delivery_info or {}).get("redelivered")),
         )
 
 
@@ -100,19 +103,22 @@ class Mover:
             answer = self.registry.select_and_reserve(demand)
         except RegistryError:
             answer = None
+        origin = {**mail.origin, "queue": queue}
+        if mail.redelivered:
+            origin["redelivered"] = True
         if isinstance(answer, Reservation):
             slot = answer.slot
             if keep and slot.worker == self.agent.name and slot.epoch == self.agent.epoch:
                 return answer.transfer()
             with answer:
-                header = {**mail.origin, "queue": queue, "token": slot.token, "worker": slot.worker}
+                header = {**origin, "token": slot.token, "worker": slot.worker}
                 header["epoch"] = slot.epoch
                 self._publish(message, own_queue(namespace, slot.worker), header, declare=False)
                 answer.transfer()
             where = slot.worker
         else:
             # The managed queue is there: the message came from it.
-            self._publish(message, self._lot(lot, queue), {**mail.origin, "queue": queue}, declare=lot != queue)
+            self._publish(message, self._lot(lot, queue), origin, declare=lot != queue)
             where = lot
         message.ack()
         self.agent.count("moved")
@@ -124,6 +130,15 @@ class Mover:
             extra={"action": "moved", "task": mail.task, "task_id": mail.task_id, "to": where},
         )
         return None
+
+    def set_aside(self, message: Any, where: str, queue: str, story: Mapping[str, Any]) -> None:
+        """Send a copy of ``message``, a task of ``queue``, to a queue that nobody reads.
+
+        :raises OSError: or another of the broker's errors.
+        """
+        mail = Mail.read(message)
+        header = {**mail.origin, "queue": queue, "dead_letter": dict(story)}
+        self._publish(message, self._lot(where, queue), header, declare=True)
 
     def drain(self, name: str, fallback: str, limit: int | None = None, *, unknown: bool = False) -> int:
         """Move all messages (or ``limit`` of them) of queue ``name``; returns how many.

@@ -22,6 +22,8 @@ __all__ = ("Sweeper", "clean_up", "give_back_unacked")
 
 logger = logging.getLogger(__name__)
 
+_SHORTEST_TURN_SECONDS = 3.0
+
 
 class Sweeper(threading.Thread):
     """Every ``sweep_seconds``: this worker's own ledger, then the workers that have lapsed."""
@@ -73,9 +75,13 @@ class Sweeper(threading.Thread):
 
 
 def expire(mover: Mover) -> tuple[LapsedWorker, ...]:
-    """The workers that are gone and are this one's to clean up after."""
+    """The workers that are gone and are this one's to clean up after.
+
+    For two sweeps: if this one dies in the middle of it, the next does not wait for longer than for its lapse.  Two
+    that clean up after the same worker would do no harm.
+    """
     agent = mover.agent
-    return mover.registry.expire(agent.name, max(30.0, 2 * agent.settings.sweep_seconds))
+    return mover.registry.expire(agent.name, max(_SHORTEST_TURN_SECONDS, 2 * agent.settings.sweep_seconds))
 
 
 def clean_up(mover: Mover, gone: LapsedWorker, fallback: str | None) -> bool:
