@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from uuid import uuid4
 
-__all__ = ("HEADER", "new_token", "node_lot", "node_of", "own_queue_name", "unknown_lot")
+__all__ = (
+    "HEADER",
+    "dead_letter_queue",
+    "new_token",
+    "node_lot",
+    "node_of",
+    "own_queue_name",
+    "unacked_name",
+    "unknown_lot",
+)
 
 #: The message header that carries the token and the origin.
 HEADER = "capacity"
@@ -15,6 +24,11 @@ def own_queue_name(namespace: str, worker: str) -> str:
     return f"capacity.{_part(namespace)}.{worker}"
 
 
+def dead_letter_queue(namespace: str, queue: str) -> str:
+    """The durable queue for tasks of ``queue`` that killed every worker they ran on."""
+    return f"capacity.{_part(namespace)}.dead.{queue}"
+
+
 def node_lot(namespace: str, queue: str, node: str) -> str:
     """The durable lot where tasks of ``queue`` that are pinned to ``node`` wait."""
     return f"capacity.{_part(namespace)}.lot.{_part(queue)}.{node}"
@@ -23,6 +37,11 @@ def node_lot(namespace: str, queue: str, node: str) -> str:
 def unknown_lot(namespace: str, queue: str) -> str:
     """The durable lot of ``queue`` for tasks that the worker which fetched them does not know."""
     return f"capacity.{_part(namespace)}.unknown.{queue}"
+
+
+def unacked_name(namespace: str, worker: str) -> str:
+    """The key, on a Redis broker, of the delivery tags that ``worker`` fetched from lots.  No queue is called that."""
+    return f"capacity-unacked.{_part(namespace)}.{worker}"
 
 
 def node_of(worker: str) -> str:

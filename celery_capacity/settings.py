@@ -152,6 +152,16 @@ class Settings(BaseModel):
         Field(ge=1, le=1_000_000),
         _about("How many tasks that are not yet due a worker holds in its timer.", "a whole number from 1 to 1000000"),
     ] = 1000
+    max_deliveries: Annotated[
+        int,
+        _Number,
+        Field(ge=0, le=1_000_000),
+        _about(
+            "How often a task may begin and take its worker or its process with it; then its message goes to the"
+            " queue `capacity.<namespace>.dead.<queue>`. `0` = for ever.",
+            "a whole number from 0 to 1000000",
+        ),
+    ] = 3
     registry_timeout_seconds: Annotated[
         _Seconds,
         _about("How long one call of the registry may take before it counts as unreachable.", _SECONDS),

@@ -71,6 +71,8 @@ class World:
         self.marks: dict[str, Mark] = {}
         self.slots: dict[str, Held] = {}
         self.counters: Counter[str] = Counter()
+        #: How many, and until when they are remembered.
+        self.strikes: dict[str, tuple[int, float]] = {}
         self._serial = 0
         self._token_prefix = f"{os.urandom(6).hex()}-"
         #: Deadlines of reservations, and instants at which a worker's status may change.  The sentinels spare
@@ -109,6 +111,23 @@ class World:
 
     def count(self, what: StoreCounter, n: int = 1) -> None:
         self.counters[what.value] += n
+
+    def still_waiting(self, lot: str, version: int, now: float) -> bool:
+        """Compare and clear the mark of a lot that was found empty."""
+        mark = self.marks.get(lot)
+        if mark is not None and mark.version == version and now >= mark.parked_until:
+            del self.marks[lot]
+            return False
+        return mark is not None
+
+    def strike(self, key: str, ttl_seconds: float, now: float) -> int:
+        """Count one more for ``key``; with 0 seconds, forget it."""
+        self.strikes = {k: struck for k, struck in self.strikes.items() if struck[1] > now}
+        count = self.strikes.pop(key, (0, 0.0))[0] + 1
+        if ttl_seconds <= 0:
+            return 0
+        self.strikes[key] = (count, now + ttl_seconds)
+        return count
 
     def _set_alarm(self, worker: Worker, now: float) -> None:
         """Wake when this worker's status may change next.  A heartbeat only makes that later, so the alarm that is

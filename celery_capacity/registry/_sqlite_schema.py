@@ -163,6 +163,16 @@ SCHEMA = (
         PRIMARY KEY (ns, name)
     ) WITHOUT ROWID
     """,
+    # Tasks that were begun and never ended: how often, and until when that is remembered.
+    """
+    CREATE TABLE strike (
+        ns INTEGER NOT NULL,
+        key TEXT NOT NULL,
+        count INTEGER NOT NULL,
+        until REAL NOT NULL,
+        PRIMARY KEY (ns, key)
+    ) WITHOUT ROWID
+    """,
     """
     CREATE TRIGGER slot_taken AFTER INSERT ON slot BEGIN
         UPDATE worker SET held = held + 1 WHERE id = new.worker;

@@ -177,6 +177,15 @@ class Registry(ABC):
         A slot that a worker has committed stays as it is (``COMMITTED``): the message arrived after all.
         """
 
+    # -- poison ------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def strike(self, key: str, ttl_seconds: float) -> int:
+        """Count one more for ``key``, and return how many there are by now.
+
+        The count is forgotten ``ttl_seconds`` after the last strike; at once with 0, which returns 0.
+        """
+
     # -- limits, clean-up, views -------------------------------------------------------------------------
 
     @abstractmethod

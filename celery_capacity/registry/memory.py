@@ -296,7 +296,7 @@ class MemoryRegistry(Registry):
                 lot = emptied.lot if emptied is not None else None
                 waiting = False
                 if emptied is not None and lot is not None:
-                    waiting = self._still_waiting(lot, emptied.mark, now)
+                    waiting = world.still_waiting(lot, emptied.mark, now)
                 claim = self._claim_freed(worker, then, lot, now) if then is not None else None
                 return Released(ReleaseOutcome.RELEASED, claim, waiting)
             world.count(StoreCounter.STALE_REFUSED)
@@ -314,15 +314,11 @@ class MemoryRegistry(Registry):
 
     def found_empty(self, lot: str, mark: int) -> bool:
         with self._world.lock:
-            return self._still_waiting(lot, mark, self._world.tick())
+            return self._world.still_waiting(lot, mark, self._world.tick())
 
-    def _still_waiting(self, lot: str, version: int, now: float) -> bool:
-        """Compare and clear the mark of a lot that was found empty."""
-        mark = self._world.marks.get(lot)
-        if mark is not None and mark.version == version and now >= mark.parked_until:
-            del self._world.marks[lot]
-            return False
-        return mark is not None
+    def strike(self, key: str, ttl_seconds: float) -> int:
+        with self._world.lock:
+            return self._world.strike(key, ttl_seconds, self._world.tick())
 
     def cancel(self, token: str) -> ReleaseOutcome:
         world = self._world

@@ -73,6 +73,7 @@ _EXPIRE = Script("expire", *_MEMBERS)
 _FORGET = Script("forget", "_base")
 _FOUND_EMPTY = Script("found_empty", "_marks")
 _ADD_COUNTERS = Script("add_counters")
+_STRIKE = Script("strike", "_base")
 _CENSUS = Script("census", *_CLAIMS, "_views")
 _OVERVIEW = Script("overview", *_SLOTS, "_views")
 
@@ -259,6 +260,9 @@ class RedisRegistry(Registry):
 
     def cancel(self, token: str) -> ReleaseOutcome:
         return _RELEASES[self._run(_CANCEL, token)[0]]
+
+    def strike(self, key: str, ttl_seconds: float) -> int:
+        return int(self._run(_STRIKE, key, max(0, _micros(ttl_seconds)))[0])
 
     # -- limits, clean-up, views -------------------------------------------------------------------------
 

@@ -45,6 +45,10 @@ _COMMITTED = """
 _RESIZE = "UPDATE worker SET capacity = :capacity WHERE ns = :ns AND name = :name AND epoch = :epoch"
 _DRAIN = "UPDATE worker SET drain = :reason, drain_until = :until WHERE ns = :ns AND name = :name"
 _COMMIT = "UPDATE slot SET committed_at = :now, deadline = NULL WHERE ns = :ns AND token = :token"
+_STRIKE = """
+    INSERT INTO strike (ns, key, count, until) VALUES (:ns, :key, 1, :until)
+        ON CONFLICT (ns, key) DO UPDATE SET count = count + 1, until = excluded.until
+"""
 _MARK = "SELECT version FROM mark WHERE ns = :ns AND lot = :lot"
 _SET_LIMIT = """
     INSERT INTO queue (ns, name, maximum) VALUES (:ns, :queue, :limit)
@@ -265,6 +269,18 @@ class SQLiteRegistry(Registry):
         with self._file.write() as tx:
             rows.clear_mark(tx, lot, mark)
             return tx.one(_MARK, {"ns": tx.ns, "lot": lot}) is not None
+
+    def strike(self, key: str, ttl_seconds: float) -> int:
+        with self._file.write() as tx:
+            tx.execute("DELETE FROM strike WHERE ns = :ns AND until <= :now", {"ns": tx.ns, "now": tx.now})
+            asked = {"ns": tx.ns, "key": key, "until": tx.now + ttl_seconds}
+            if ttl_seconds <= 0:
+                tx.execute("DELETE FROM strike WHERE ns = :ns AND key = :key", {"ns": tx.ns, "key": key})
+                return 0
+            tx.execute(_STRIKE, asked)
+            row = tx.one("SELECT count FROM strike WHERE ns = :ns AND key = :key", {"ns": tx.ns, "key": key})
+            assert row is not None
+            return int(row[0])
 
     def _claim_freed(self, tx: Transaction, slot: rows.SlotRow, then: Claim, emptied: str | None) -> Slot | None:
         rows.catch_up(tx)

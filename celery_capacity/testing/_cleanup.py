@@ -252,6 +252,22 @@ class CleanupContract(ContractBase):
         registry.forget("w1", older)
         assert [g.epoch for g in registry.expire("cleaner")] == [epoch]
 
+    def test_strikes_are_counted_by_key_until_they_are_forgotten(self, registry: Registry) -> None:
+        assert [registry.strike(key, LONG_SECONDS) for key in ("a", "a", "b", "a")] == [1, 2, 1, 3]
+        assert registry.strike("a", 0) == 0
+        assert registry.strike("nobody", 0) == 0
+        assert registry.strike("a", LONG_SECONDS) == 1
+        assert registry.strike("b", LONG_SECONDS) == 2
+
+    def test_strikes_are_forgotten_some_time_after_the_last_one(self, registry: Registry) -> None:
+        assert registry.strike("kept", LONG_SECONDS) == 1
+        # The last one says for how long.
+        assert registry.strike("a", LONG_SECONDS) == 1
+        assert registry.strike("a", SHORT_SECONDS) == 2
+        self._advance(2 * SHORT_SECONDS)
+        assert registry.strike("a", SHORT_SECONDS) == 1
+        assert registry.strike("kept", LONG_SECONDS) == 2
+
     def test_overview_is_in_name_order_with_the_gone_ones(self, registry: Registry) -> None:
         epochs = {n: registry.register(self.advert(n, queues=("r", "q"))) for n in ("w3", "w1", "w2")}
         registry.deregister("w2", epochs["w2"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from celery.worker import state
@@ -66,7 +67,7 @@ class Acceptance:
     def deliver(self, message: Any, mail: Mail, queue: str | None, slot: Slot | None) -> None:
         """Give the message to Celery, and see what has become of it."""
         agent = self.agent
-        entry = agent.ledger.add(Entry(message, queue, mail.node, slot))
+        entry = agent.ledger.add(Entry(message, queue, mail.node, slot, mail.redelivered))
         self._restore_origin(message, mail)
         try:
             self.gatekeeper.pass_on(message)
@@ -92,9 +93,7 @@ class Acceptance:
         slot = self.gatekeeper.mover.move(message, mail, queue)
         if slot is not None:
             # A slot has come free here in the meantime.
-            taken = self._take_over(
-                Mail(mail.task, mail.task_id, queue, mail.node, slot.token, slot.epoch, mail.origin)
-            )
+            taken = self._take_over(replace(mail, queue=queue, token=slot.token, epoch=slot.epoch))
             if taken is None:
                 raise ReservationRace(f"slot {slot.token} was lost before it could be committed")
             self.accept(message, mail, taken)

@@ -79,6 +79,9 @@ class WorkerAgent:
         self.epoch_lock = threading.RLock()
         #: Own queue declared and consumed, on a living connection.
         self.consuming = False
+        #: When the registry last knew this worker, and when it was last found that it may have lapsed since.
+        self.known_at = self.now()
+        self.lapsed_at = 0.0
         #: A newer registration of the same name is there: take no more work.
         self.replaced = False
         self.draining: str | None = None
@@ -260,6 +263,16 @@ class WorkerAgent:
         except RegistryError as exc:
             self.count("withdraw_failed")
             logger.warning("could not withdraw worker %s: %s", self.name, exc, extra={"action": "withdraw_failed"})
+
+    def known(self) -> None:
+        """The registry has just said that it knows this worker."""
+        if self.now() - self.known_at > self.settings.lapse_seconds:
+            self.lapsed_at = self.now()
+        self.known_at = self.now()
+
+    def may_have_lapsed_since(self, moment: float) -> bool:
+        """Others may have cleaned up after this worker since ``moment`` (see :meth:`now`)."""
+        return moment < self.lapsed_at or self.now() - self.known_at > self.settings.lapse_seconds
 
     def look(self) -> None:
         """There may be more to take.  From any thread."""

@@ -18,6 +18,8 @@ from celery.worker import state
 from ..models import Refusal, Slot
 from .ledger import Entry, Phase
 from .mover import Mail
+from .poison import PoisonCheck, Verdict
+from .unacked import still_ours
 
 if TYPE_CHECKING:
     from .acceptance import Acceptance
@@ -51,6 +53,7 @@ class Gatekeeper:
         self.give_back = give_back
         self.mover = mover
         self.acceptance: Acceptance | None = None
+        self.poison = PoisonCheck(agent, mover)
         self._forward = forward
         #: Due, but without a slot, and from a queue that is not managed: they wait here, as they would in Celery.
         self._waiting: deque[tuple[Entry, Any]] = deque()
@@ -79,7 +82,7 @@ class Gatekeeper:
         entry = self.agent.ledger.find(request.message)
         if entry is None:
             mail = Mail.read(request.message)
-            entry = self.agent.ledger.add(Entry(request.message, mail.queue, mail.node))
+            entry = self.agent.ledger.add(Entry(request.message, mail.queue, mail.node, redelivered=mail.redelivered))
         entry.request = request
         if entry.slot is None and not self._admit(entry, request):
             return
@@ -90,6 +93,8 @@ class Gatekeeper:
         if request.revoked():
             # Celery has announced it; the pool would only do it again.
             self.finish(entry)
+            return False
+        if self.agent.may_have_lapsed_since(entry.since) and not self._is_ours(entry, request):
             return False
         if entry.node not in (None, self.agent.node) and entry.queue in self.agent.managed:
             self._send_away(entry, request)
@@ -105,21 +110,41 @@ class Gatekeeper:
             self._waiting.append((entry, request))
         return False
 
-    def _send_away(self, entry: Entry, request: Any) -> None:
-        """Due, and no slot here: let somebody else have it."""
+    def _is_ours(self, entry: Entry, request: Any) -> bool:
+        """This worker was away for so long that what it held back may have been given to another one."""
+        if still_ours(entry.message, self.agent.settings.namespace, self.agent.name):
+            return True
+        self._drop(entry, request)
+        self.agent.count("dropped_duplicates")
+        logger.warning(
+            "task %s[%s] is dropped here: while %s was away it was given back",
+            request.name,
+            request.id,
+            self.agent.name,
+            extra={"action": "dropped_duplicate", "task_id": request.id, "worker": self.agent.name},
+        )
+        return False
+
+    def _drop(self, entry: Entry, request: Any) -> None:
         state.reserved_requests.discard(request)
         state.requests.pop(request.id, None)
         self.finish(entry)
+
+    def _send_away(self, entry: Entry, request: Any) -> None:
+        """Due, and no slot here: let somebody else have it."""
+        self._drop(entry, request)
         if self.acceptance is not None:
             self.acceptance.hand_away(entry.message, _mail_of(entry, request))
 
     @property
     def has_waiting(self) -> bool:
-        """Does a due task wait for a slot here?"""
-        return bool(self._waiting)
+        """Does a due task wait for a slot here, or for the end of another one?"""
+        return bool(self._waiting) or self.poison.has_next
 
     def serve_waiting(self) -> bool:
-        """Give free slots to those that wait for one.  True if somebody still waits."""
+        """Give free slots to those that wait for one.  True if somebody still waits for one."""
+        while self.poison.has_next:
+            self._hand_over(*self.poison.next())
         while self._waiting:
             entry, request = self._waiting[0]
             if request.revoked():
@@ -137,6 +162,15 @@ class Gatekeeper:
     # -- the pool's side -------------------------------------------------------------------------------
 
     def _hand_over(self, entry: Entry, request: Any) -> None:
+        try:
+            verdict = self.poison.judge(entry, request)
+        except BaseException:
+            self.finish(entry)
+            raise
+        if verdict is not Verdict.BEGIN:
+            if verdict is Verdict.SET_ASIDE:
+                self.finish(entry)
+            return
         entry.phase = Phase.HANDED
         self._arm(entry, request)
         try:
@@ -157,11 +191,12 @@ class Gatekeeper:
             finally:
                 self._ended(entry, request)
 
-        def ended_badly(*args: Any, **kwargs: Any) -> Any:
+        def ended_badly(exc_info: Any, *args: Any, **kwargs: Any) -> Any:
             try:
-                return on_failure(*args, **kwargs)
+                return on_failure(exc_info, *args, **kwargs)
             finally:
-                self._ended(entry, request)
+                exc = exc_info.exception
+                self._ended(entry, request, getattr(exc, "exc", exc))
 
         def timed_out(soft: bool, timeout: float) -> Any:
             try:
@@ -172,11 +207,14 @@ class Gatekeeper:
 
         request.on_success, request.on_failure, request.on_timeout = ended_well, ended_badly, timed_out
 
-    def _ended(self, entry: Entry, request: Any) -> None:
+    def _ended(self, entry: Entry, request: Any, exc: BaseException | None = None) -> None:
         # The closures and the request hold each other; let go, rather than leave it to the collector.
         for name in _ENDS:
             request.__dict__.pop(name, None)
-        self.finish(entry)
+        try:
+            self.poison.ended(entry, request, exc)
+        finally:
+            self.finish(entry)
 
     def finish(self, entry: Entry) -> None:
         """The message has ended here, whatever the end.  Harmless twice; from any thread."""
@@ -221,6 +259,7 @@ class Gatekeeper:
         runs that too.
         """
         self._waiting.clear()
+        self.poison.forget_waiting()
         flushes = bool(getattr(self.agent.controller.pool, "flush", None))
         for entry in self.agent.ledger.entries():
             request = entry.request
@@ -244,4 +283,5 @@ def _mail_of(entry: Entry, request: Any) -> Mail:
     mail = Mail.read(entry.message)
     info = entry.message.delivery_info or {}
     origin = {**mail.origin, "exchange": info.get("exchange") or "", "routing_key": info.get("routing_key") or ""}
-    return Mail(mail.task, request.id, entry.queue, mail.node, None, 0, {**origin, "queue": entry.queue})
+    origin["queue"] = entry.queue
+    return Mail(mail.task, request.id, entry.queue, mail.node, None, 0, origin, entry.redelivered)

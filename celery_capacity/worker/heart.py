@@ -118,6 +118,7 @@ class Heart(threading.Thread):
             holding = [replace(slot, worker=agent.name, committed=True) for slot in agent.ledger.carry()]
             agent.epoch = self._call(registry.register, advert, holding)
             agent.announced_capacity = advert.capacity
+        agent.known()
         self._since = 0.0
         self._next_beat = agent.now() + agent.settings.heartbeat_seconds
         logger.info(
@@ -144,6 +145,7 @@ class Heart(threading.Thread):
             with agent.epoch_lock:
                 if agent.epoch == epoch:
                     agent.epoch = 0
+            agent.lapsed_at = agent.now()
             agent.count("lapsed")
             logger.warning(
                 "the registry does not know worker %s any more; registering again",
@@ -156,6 +158,7 @@ class Heart(threading.Thread):
             if agent.epoch == epoch:
                 self._replaced(pulse)
             return
+        agent.known()
         self._since = pulse.store_time
         if pulse.healed:
             agent.count("healed", len(pulse.healed))

@@ -37,6 +37,10 @@ class Entry:
     queue: str | None
     node: str | None = None
     slot: Slot | None = None
+    #: The message was delivered before, here or elsewhere.
+    redelivered: bool = False
+    #: The registry has counted that it was begun here.
+    struck: bool = False
     phase: Phase = Phase.RECEIVED
     since: float = field(default_factory=time.monotonic)
     _request: weakref.ReferenceType[Any] | None = None

@@ -42,6 +42,8 @@ class Mail:
     epoch: int
     #: ``queue``, ``exchange``, ``routing_key``, ``node`` and ``when_full`` of the dispatch, as far as they are known.
     origin: Mapping[str, Any] = field(default_factory=dict)
+    #: It was delivered before; also if this is a copy of what was.
+    redelivered: bool = False
 
     @classmethod
     def read(cls, message: Any) -> Mail:
@@ -64,6 +66,7 @@ class Mail:
             token=_text(token),
             epoch=epoch if isinstance(epoch, int) else 0,
             origin=ours,
+            redelivered=bool(ours.pop("redelivered", False) or (message.delivery_info or {}).get("redelivered")),
         )
 
 
@@ -75,10 +78,11 @@ class Mover:
         self.registry = registry
         self._connection: Any = None
 
-    def move(self, message: Any, mail: Mail, queue: str, *, unknown: bool = False) -> Slot | None:
+    def move(self, message: Any, mail: Mail, queue: str, *, unknown: bool = False, keep: bool = True) -> Slot | None:
         """Send a copy of ``message``, a task of the managed queue ``queue``, to where it can run, and acknowledge it.
 
         :param unknown: no worker that was asked knows the task; if nobody else does, it waits in a lot of its own.
+        :param keep: the caller can run it itself; else this worker is sent a copy like any other.
         :returns: a slot, if the choice fell on this very worker: then nothing was sent, and the message is the
             caller's to run.
         :raises OSError: or another of the broker's errors: nothing is lost, the message is not acknowledged.
@@ -99,19 +103,22 @@ class Mover:
             answer = self.registry.select_and_reserve(demand)
         except RegistryError:
             answer = None
+        origin = {**mail.origin, "queue": queue}
+        if mail.redelivered:
+            origin["redelivered"] = True
         if isinstance(answer, Reservation):
             slot = answer.slot
-            if slot.worker == self.agent.name and slot.epoch == self.agent.epoch:
+            if keep and slot.worker == self.agent.name and slot.epoch == self.agent.epoch:
                 return answer.transfer()
             with answer:
-                header = {**mail.origin, "queue": queue, "token": slot.token, "worker": slot.worker}
+                header = {**origin, "token": slot.token, "worker": slot.worker}
                 header["epoch"] = slot.epoch
                 self._publish(message, own_queue(namespace, slot.worker), header, declare=False)
                 answer.transfer()
             where = slot.worker
         else:
             # The managed queue is there: the message came from it.
-            self._publish(message, self._lot(lot, queue), {**mail.origin, "queue": queue}, declare=lot != queue)
+            self._publish(message, self._lot(lot, queue), origin, declare=lot != queue)
             where = lot
         message.ack()
         self.agent.count("moved")
@@ -123,6 +130,15 @@ class Mover:
             extra={"action": "moved", "task": mail.task, "task_id": mail.task_id, "to": where},
         )
         return None
+
+    def set_aside(self, message: Any, where: str, queue: str, story: Mapping[str, Any]) -> None:
+        """Send a copy of ``message``, a task of ``queue``, to a queue that nobody reads.
+
+        :raises OSError: or another of the broker's errors.
+        """
+        mail = Mail.read(message)
+        header = {**mail.origin, "queue": queue, "dead_letter": dict(story)}
+        self._publish(message, self._lot(where, queue), header, declare=True)
 
     def drain(self, name: str, fallback: str, limit: int | None = None, *, unknown: bool = False) -> int:
         """Move all messages (or ``limit`` of them) of queue ``name``; returns how many.
@@ -137,8 +153,7 @@ class Mover:
                 if message is None:
                     break
                 mail = Mail.read(message)
-                if self.move(message, mail, mail.queue or fallback, unknown=unknown) is not None:
-                    raise RuntimeError("a worker that takes no more work was chosen")
+                self.move(message, mail, mail.queue or fallback, unknown=unknown, keep=False)
                 moved += 1
         return moved
 

@@ -3,29 +3,41 @@
 Kombu pops the message and then, in a second call, writes it down as unacknowledged: a worker that dies in between
 loses it.  (Its consumers have that gap; the intake need not.)  And it makes a new client for each of the two,
 which costs the worker more than the calls.  Here both are one script.  What is written is Kombu's own format, so
-that acknowledging, restoring and the visibility time-out are Kombu's.
+that acknowledging, restoring and the visibility time-out are Kombu's.  Only that it goes back to the very queue that
+it was fetched from, and not through the exchange that brought it there.
+
+The same script notes the delivery tag in a sorted set of the worker, for whoever has to give back what the worker
+held when it died (:mod:`.unacked`).  Nothing is done about it when a message is acknowledged: each fetch looks at the
+few tags that were looked at the longest ago, and removes those that are acknowledged.  So the set stays at about one
+and a half times what is unacknowledged.
 """
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kombu.transport import virtual
 from kombu.utils.encoding import bytes_to_str
 from kombu.utils.json import loads
 
+from ..naming import unacked_name
 from .queues import LotReader
+from .unacked import is_redis
+
+if TYPE_CHECKING:
+    from .agent import WorkerAgent
 
 __all__ = ("RedisLotReader", "open_reader")
 
-# KEYS: the lists of the queue, one for each priority, in order; then the index and the hash of what is unacknowledged.
-# ARGV: now, in seconds.
+# KEYS: the lists of the queue, one for each priority, in order; then the index and the hash of what is unacknowledged,
+# and the worker's set.
+# ARGV: now, in seconds; the queue; how many old tags to look at.
 # Returns the message, or nothing if there is none, or 0 if it is not Kombu's (then nothing has changed).
 _FETCH = """
-for i = 1, #KEYS - 2 do
+local index, hash, mine = KEYS[#KEYS - 2], KEYS[#KEYS - 1], KEYS[#KEYS]
+for i = 1, #KEYS - 3 do
   local item = redis.call('LINDEX', KEYS[i], -1)
   if item then
     local read, payload = pcall(cjson.decode, item)
@@ -34,46 +46,66 @@ for i = 1, #KEYS - 2 do
     local tag = info and properties.delivery_tag
     if type(tag) ~= 'string' or type(info.routing_key) ~= 'string' then return 0 end
     redis.call('RPOP', KEYS[i])
-    redis.call('ZADD', KEYS[#KEYS - 1], ARGV[1], tag)
-    redis.call('HSET', KEYS[#KEYS], tag, '[' .. item .. ',' .. cjson.encode(info.exchange) .. ','
-      .. cjson.encode(info.routing_key) .. ']')
+    redis.call('ZADD', index, ARGV[1], tag)
+    redis.call('HSET', hash, tag, '[' .. item .. ',"",' .. cjson.encode(ARGV[2]) .. ']')
+    for _, old in ipairs(redis.call('ZRANGE', mine, 0, ARGV[3] - 1)) do
+      if redis.call('HEXISTS', hash, old) == 1 then
+        redis.call('ZADD', mine, ARGV[1], old)
+      else
+        redis.call('ZREM', mine, old)
+      end
+    end
+    redis.call('ZADD', mine, ARGV[1], tag)
     return item
   end
 end
 """
 
 
+#: Each fetch adds one tag and looks at three: of those in the set, a third at most are acknowledged.
+_LOOK_AT = 3
+
+
 class RedisLotReader(LotReader):
-    """On a channel of Kombu's Redis transport that writes down what is unacknowledged."""
+    """On a channel of Kombu's Redis transport that writes down what is unacknowledged.
+
+    :param mine: the key of the worker's set of delivery tags.
+    """
+
+    def __init__(self, connection: Any, count: Callable[[str], None], channel: Any, mine: str) -> None:
+        super().__init__(connection, count, channel)
+        self._mine = mine
 
     def _get(self, name: str) -> Any:
         channel = self._channel
         if getattr(channel, "_expires", None):
             # A queue that expires is kept alive by whoever fetches from it.
-            return super()._get(name)
+            return self._get_as_kombu(name)
         prefix = channel.global_keyprefix
         keys = [channel._q_for_pri(name, priority) for priority in channel.priority_steps]
-        keys += [channel.unacked_index_key, channel.unacked_key]
-        item = channel.client.eval(_FETCH, len(keys), *(prefix + key for key in keys), time.time())
+        keys += [channel.unacked_index_key, channel.unacked_key, self._mine]
+        arguments = (time.time(), name, _LOOK_AT)
+        item = channel.client.eval(_FETCH, len(keys), *(prefix + key for key in keys), *arguments)
         if item is None:
             return None
         if not isinstance(item, (bytes, str)):
-            return super()._get(name)
+            return self._get_as_kombu(name)
         message = channel.Message(loads(bytes_to_str(item)), channel=channel)
         # Its own append would write it down once more.
         virtual.QoS.append(channel.qos, message, message.delivery_tag)
         return message
 
+    def _get_as_kombu(self, name: str) -> Any:
+        message = super()._get(name)
+        if message is not None:
+            self._channel.client.zadd(self._mine, {message.delivery_tag: time.time()})
+        return message
 
-def open_reader(connection: Any, count: Callable[[str], None]) -> LotReader:
-    """The reader for the transport of a connection.
 
-    :param count: called with the name of what must never be silent.
-    """
-    redis_transport = sys.modules.get("kombu.transport.redis")
-    if redis_transport is not None:
-        channel = connection.channel()
-        if isinstance(channel, redis_transport.Channel) and channel.ack_emulation:
-            return RedisLotReader(connection, count, channel)
-        channel.close()
-    return LotReader(connection, count)
+def open_reader(connection: Any, agent: WorkerAgent) -> LotReader:
+    """The worker's reader for the transport of a connection."""
+    channel = connection.channel()
+    if is_redis(channel):
+        mine = unacked_name(agent.settings.namespace, agent.name)
+        return RedisLotReader(connection, agent.count, channel, mine)
+    return LotReader(connection, agent.count, channel)

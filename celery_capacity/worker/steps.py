@@ -20,7 +20,7 @@ from .heart import Heart, last_words, tell_counters
 from .intake import Intake
 from .mover import Mover
 from .redis_lots import open_reader
-from .sweeper import Sweeper, clean_up
+from .sweeper import Sweeper, clean_up, give_back_unacked
 
 __all__ = ("Announce", "Gate")
 
@@ -80,6 +80,7 @@ class Gate(bootsteps.StartStopStep):  # type: ignore[misc]
         self.agent = agent
         agent.consumer = consumer
         self._wakeup: _Wakeup | None = None
+        self._has_predecessor = True
         self._main_thread = threading.get_ident()
         self.mover = Mover(agent, agent.registry)
         self.intake = Intake(agent, consumer.call_soon)
@@ -106,7 +107,11 @@ class Gate(bootsteps.StartStopStep):  # type: ignore[misc]
         if sweeper is not None:
             sweeper.gatekeeper = self.gatekeeper
         agent.stopping = False
-        self.intake.start(open_reader(consumer.connection, agent.count))
+        if self._has_predecessor:
+            # Of this name, in an earlier process.  Before anything is consumed or fetched here, so none of it is ours.
+            give_back_unacked(agent, consumer.connection, agent.name, lambda: True)
+            self._has_predecessor = False
+        self.intake.start(open_reader(consumer.connection, agent))
 
     def register_with_event_loop(self, consumer: Any, hub: Any) -> None:
         """Called by Celery each time its event loop begins."""

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from ..errors import RegistryError
 from ..models import LapsedWorker
 from ..naming import own_queue_name
 from .mover import Mover
 from .queues import look_at
+from .unacked import restore_unacked
 
 if TYPE_CHECKING:
     from .agent import WorkerAgent
     from .gate import Gatekeeper
 
-__all__ = ("Sweeper", "clean_up")
+__all__ = ("Sweeper", "clean_up", "give_back_unacked")
 
 logger = logging.getLogger(__name__)
+
+_SHORTEST_TURN_SECONDS = 3.0
 
 
 class Sweeper(threading.Thread):
@@ -66,19 +70,36 @@ class Sweeper(threading.Thread):
             self.gatekeeper.sweep(agent.settings.sweep_seconds)
         if not agent.may_take_work:
             return
-        for gone in mover.registry.expire(agent.name, max(30.0, 2 * agent.settings.sweep_seconds)):
+        for gone in expire(mover):
             if not self._ended.is_set():
                 clean_up(mover, gone, next(iter(agent.managed), None))
 
 
+def expire(mover: Mover) -> tuple[LapsedWorker, ...]:
+    """The workers that are gone and are this one's to clean up after.
+
+    For two sweeps: if this one dies in the middle of it, the next does not wait for longer than for its lapse.  Two
+    that clean up after the same worker would do no harm.
+    """
+    agent = mover.agent
+    return mover.registry.expire(agent.name, max(_SHORTEST_TURN_SECONDS, 2 * agent.settings.sweep_seconds))
+
+
 def clean_up(mover: Mover, gone: LapsedWorker, fallback: str | None) -> bool:
-    """Move what is in the own queue of a worker that is gone; delete the queue when nothing can come any more.
+    """Give back what a worker that is gone has not acknowledged, and move what is in its own queue; delete the queue
+    when nothing can come any more.
 
     :param fallback: the managed queue of messages that do not say which one is theirs.
     :returns: whether it is finished with.
     """
     agent = mover.agent
     name = own_queue_name(agent.settings.namespace, gone.name)
+    restored = give_back_unacked(
+        agent,
+        mover.connection(),
+        gone.name,
+        lambda: any((w.name, w.epoch) == (gone.name, gone.epoch) for w in expire(mover)),
+    )
     moved = 0
     if look_at(mover.connection(), name) is not None:
         moved = mover.drain(name, fallback or agent.app.conf.task_default_queue)
@@ -90,7 +111,7 @@ def clean_up(mover: Mover, gone: LapsedWorker, fallback: str | None) -> bool:
             gone.name,
             extra={"action": "rehomed", "worker": gone.name, "tasks": moved},
         )
-    if not gone.settled or moved:
+    if not gone.settled or moved or restored:
         return False
     state = look_at(mover.connection(), name)
     if state is not None:
@@ -100,3 +121,17 @@ def clean_up(mover: Mover, gone: LapsedWorker, fallback: str | None) -> bool:
         with mover.connection().channel() as channel:
             channel.queue_delete(name)
     return mover.registry.forget(gone.name, gone.epoch)
+
+
+def give_back_unacked(agent: WorkerAgent, connection: Any, worker: str, still_gone: Callable[[], bool]) -> int:
+    """:func:`.unacked.restore_unacked`, counted and logged."""
+    restored = restore_unacked(connection, agent.settings.namespace, worker, still_gone)
+    if restored:
+        agent.count("restored_unacked", restored)
+        logger.warning(
+            "%d messages that worker %s had received and not acknowledged were given back to their queues",
+            restored,
+            worker,
+            extra={"action": "restored_unacked", "worker": worker, "tasks": restored},
+        )
+    return restored

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
-from support.fleet import Fleets
+from support.fleet import Fleet, Fleets
 from support.sampling import Sampler
 from support.servers import RabbitServer, RedisServer
 
@@ -23,18 +24,17 @@ def test_a_connection_that_is_cut_three_times(fleets: Fleets, tmp_path: Path, br
                 fleet.tasks["record"].apply_async(kwargs={"key": f"{key}-{sent}", "seconds": 0.05})
                 sent += 1
             _cut(server)
-            workers = fleet.workers.values()
-            fleet.wait(
-                lambda n=cut + 2: all(worker.logs().count("Connected to") >= n for worker in workers),
-                60,
-                "the workers to connect again",
-            )
+            fleet.wait(partial(_all_connected, fleet, cut + 2), 60, "the workers to connect again")
         fleet.wait(lambda: len({run.key for run in fleet.runs(key)}) == sent, 60, "every task to have run")
         fleet.wait(lambda: not fleet.held() and not fleet.left(), 30, "a quiet fleet")
         # Everything is there again, once.
         fleet.assert_takes(4)
         assert fleet.max_parallel(worker="w1@north") <= 2
         assert fleet.max_parallel(worker="w2@south") <= 2
+
+
+def _all_connected(fleet: Fleet, times: int) -> bool:
+    return all(worker.logs().count("Connected to") >= times for worker in fleet.workers.values())
 
 
 def _cut(server: RedisServer | RabbitServer) -> None:

@@ -22,6 +22,7 @@ import functools
 import importlib
 import json
 import os
+import signal
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -192,6 +193,17 @@ def define_tasks(app: Celery) -> None:
     def exit_child(code: int = 1, key: str | None = None) -> NoReturn:
         """Its process ends in the middle of the task, as by the kernel's hand.  Journal.note_dead() sees it."""
         os._exit(code)
+
+    @task(name="poison", base=JournalledTask, acks_late=True)
+    def poison(key: str | None = None) -> None:
+        """Kills its worker (prefork)."""
+        os.kill(os.getppid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    @task(name="poison_child", base=JournalledTask, acks_late=True, reject_on_worker_lost=True)
+    def poison_child(key: str | None = None) -> NoReturn:
+        """Kills its process, again and again."""
+        os._exit(1)
 
     @task(name="hold", base=JournalledTask)
     def hold(gate: str, key: str | None = None, limit: float = 60.0) -> str | None:

@@ -184,6 +184,7 @@ def test_importing_the_package_is_cheap(driver):
 SLEEPERS = {
     "support/waiting.py": "it is what waits, between two looks",
     "support/tasks_app.py": "a task that waits for its gate, in a worker",
+    "faults/test_unacked.py": "a worker that hangs for so long; looks at a set in between",
     "registry/test_sqlite.py": "holds the file for a while, to see that others wait; paces threads",
 }
 

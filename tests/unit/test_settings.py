@@ -54,6 +54,7 @@ def test_defaults():
         "poll_seconds": 1.0,
         "sweep_seconds": 15.0,
         "eta_limit": 1000,
+        "max_deliveries": 3,
         "registry_timeout_seconds": 2.0,
         "registry_retry_seconds": 5.0,
     }
@@ -78,6 +79,7 @@ def test_none_is_the_default(name):
         ("when_full", "refuse", "refuse"),
         ("on_registry_error", "raise", "raise"),
         ("eta_limit", 1, 1),
+        ("max_deliveries", 0, 0),
         ("eta_limit", "500", 500),
         ("eta_limit", 1_000_000, 1_000_000),
         ("lease_seconds", 86_400, 86_400.0),
@@ -114,6 +116,7 @@ def test_valid_value(name, value, expected):
         ("when_full", {"q": "wait"}, "('wait' is not available yet)"),
         ("on_registry_error", "ignore", "'park' or 'raise'"),
         ("eta_limit", 0, "a whole number from 1 to 1000000"),
+        ("max_deliveries", -1, "a whole number from 0 to 1000000"),
         ("eta_limit", 1_000_001, "a whole number from 1 to 1000000"),
         ("eta_limit", 2.5, "a whole number from 1 to 1000000"),
         ("eta_limit", True, "a whole number from 1 to 1000000"),
