@@ -115,7 +115,7 @@ class Gatekeeper:
         if still_ours(entry.message, self.agent.settings.namespace, self.agent.name):
             return True
         self._drop(entry, request)
-        self.agent.count("dropped_duplicates")
+        self.agent.count("dropped_duplicate")
         logger.warning(
             "task %s[%s] is dropped here: while %s was away it was given back",
             request.name,

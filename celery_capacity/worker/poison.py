@@ -134,7 +134,7 @@ class PoisonCheck:
         self.mover.set_aside(entry.message, where, queue, story)
         request.acknowledge()
         state.task_ready(request)
-        agent.count("dead_letters")
+        agent.count("dead_letter")
         logger.error(
             "task %s[%s] was %s; it is in %s now",
             request.name,
@@ -164,6 +164,7 @@ class PoisonCheck:
                 einfo=None,
             )
         except Exception as error:  # noqa: BLE001 - the result backend may be away; the message is safe
+            self.agent.count("record_failed")
             logger.warning(
                 "could not record the failure of task %s[%s]: %r",
                 request.name,
