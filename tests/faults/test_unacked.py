@@ -156,7 +156,9 @@ class TestRestartUnderTheSameName:
 
     @pytest.mark.parametrize("broker_kind", BROKERS)
     def test_five_times_under_load(self, fleets: Fleets, broker_kind: str, key: str) -> None:
-        with fleets.own(broker_kind, TWO, SHORT) as fleet, Sampler(fleet.registry):
+        # Some are killed each time; they are not to be taken for the cause.
+        conf = {**SHORT, "capacity_max_deliveries": 20}
+        with fleets.own(broker_kind, TWO, conf) as fleet, Sampler(fleet.registry):
             worker: WorkerProcess = fleet.workers["w1@north"]
             sent = 0
             for _ in range(5):
