@@ -112,8 +112,12 @@ class Gatekeeper:
 
     def _is_ours(self, entry: Entry, request: Any) -> bool:
         """This worker was away for so long that what it held back may have been given to another one."""
-        if still_ours(entry.message, self.agent.settings.namespace, self.agent.name):
-            return True
+        consumer = self.agent.consumer
+        try:
+            if still_ours(entry.message, self.agent.settings.namespace, self.agent.name):
+                return True
+        except (*consumer.connection_errors, *consumer.channel_errors):
+            return True  # rather twice than never
         self._drop(entry, request)
         self.agent.count("dropped_duplicate")
         logger.warning(

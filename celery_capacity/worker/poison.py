@@ -1,8 +1,8 @@
 """A task that kills whoever runs it must not go round for ever.
 
-Only deliveries that say that they are not the first are looked at, when they are about to begin.  The registry counts
-them by task id, and forgets the count when the task ends, however it ends; so what is counted is how often it was begun
-and never heard of again.
+Only tasks that are acknowledged late can, and only deliveries that say that they are not the first are looked at, when
+they are about to begin.  The registry counts them by task id, and forgets the count when the task ends, however it ends;
+so what is counted is how often it was begun and never heard of again.
 
 What was running beside such a task has died with it each time, and comes back at the same moment.  So that it does not
 share its end, a task that begins for the last time is left alone with those that were never delivered before: others
@@ -64,7 +64,7 @@ class PoisonCheck:
         :raises OSError: or another of the broker's errors: nothing is lost, the message is not acknowledged.
         """
         limit = self.agent.settings.max_deliveries
-        if not limit or not entry.redelivered:
+        if not limit or not entry.redelivered or not request.task.acks_late:
             return Verdict.BEGIN
         if self._is_busy:
             # Not counted: it has not begun.
@@ -79,7 +79,7 @@ class PoisonCheck:
             return Verdict.WAIT
         begun = self._strike(request.id, _REMEMBER_SECONDS)
         entry.struck = bool(begun)
-        # The first delivery was not counted: so often it has begun before this time.
+        # The first delivery was not counted: so many have come to nothing before this one.
         if begun >= limit:
             self._set_aside(entry, request, begun)
             return Verdict.SET_ASIDE
@@ -120,7 +120,7 @@ class PoisonCheck:
         agent = self.agent
         info = entry.message.delivery_info or {}
         queue = entry.queue or info.get("routing_key") or agent.own_queue.name
-        why = f"begun {begun} times, and never ended: its worker or its process died each time"
+        why = f"delivered {begun} times, and its worker or its process died each time"
         story = {
             "task": request.name,
             "task_id": request.id,

@@ -109,7 +109,14 @@ class Gate(bootsteps.StartStopStep):  # type: ignore[misc]
         agent.stopping = False
         if self._has_predecessor:
             # Of this name, in an earlier process.  Before anything is consumed or fetched here, so none of it is ours.
-            give_back_unacked(agent, consumer.connection, agent.name, lambda: True)
+            try:
+                give_back_unacked(agent, consumer.connection, agent.name, lambda: True)
+            except consumer.connection_errors:
+                raise
+            except Exception as exc:  # noqa: BLE001 - they come back after the visibility time-out
+                logger.warning(
+                    "what %s left is not given back: %r", agent.name, exc, extra={"action": "restore_failed"}
+                )
             self._has_predecessor = False
         self.intake.start(open_reader(consumer.connection, agent))
 

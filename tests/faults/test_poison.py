@@ -38,7 +38,7 @@ def test_one_that_kills_its_worker(fleets: Fleets, broker_kind: str, key: str) -
         result = fleet.tasks["poison"].apply_async(kwargs={"key": f"poison-{key}"})
         healthy += [fleet.tasks["record_late"].delay(key=f"{key}-{n}", seconds=0.3) for n in range(10, 20)]
 
-        with pytest.raises(WorkerLostError, match="begun 2 times, and never ended"):
+        with pytest.raises(WorkerLostError, match="delivered 2 times, and its worker"):
             result.get(timeout=60)
 
         assert [one.get(timeout=30) for one in healthy] == [f"{key}-{n}" for n in range(20)]
@@ -46,12 +46,12 @@ def test_one_that_kills_its_worker(fleets: Fleets, broker_kind: str, key: str) -
         assert len(fleet.runs(f"poison-{key}")) == 2
         alive = [worker for worker in fleet.workers.values() if worker.running]
         assert len(alive) == 1
-        assert alive[0].logs().count("was begun 2 times, and never ended") == 1
+        assert alive[0].logs().count("was delivered 2 times, and its worker") == 1
         (letter,) = dead_letters(fleet)
         assert letter.headers["id"] == result.id
         story = letter.headers["capacity"]["dead_letter"]
         assert story.pop("at").endswith("Z")
-        assert story.pop("reason").startswith("begun 2 times")
+        assert story.pop("reason").startswith("delivered 2 times")
         assert story == {
             "task": "poison",
             "task_id": result.id,
@@ -68,7 +68,7 @@ def test_one_that_kills_its_process(fleets: Fleets, broker_kind: str, key: str) 
     with fleets.own(broker_kind, {"w1@north": {}}, SHORT) as fleet, Sampler(fleet.registry):
         result = fleet.tasks["poison_child"].delay(key=f"poison-{key}")
         healthy = [fleet.tasks["record"].delay(key=f"{key}-{n}", seconds=0.1) for n in range(20)]
-        with pytest.raises(WorkerLostError, match="begun 3 times, and never ended"):
+        with pytest.raises(WorkerLostError, match="delivered 3 times, and its worker"):
             result.get(timeout=60)
         assert [one.get(timeout=30) for one in healthy] == [f"{key}-{n}" for n in range(20)]
         fleet.journal.note_dead()

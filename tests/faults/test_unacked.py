@@ -101,6 +101,32 @@ class TestRunningWithLateAcknowledgement:
                 assert [name for name in client.keys("*capacity-unacked*") if not name.startswith(b"mine:")] == []
 
 
+class TestCleanerThatDiesToo:
+    @pytest.mark.parametrize("broker_kind", BROKERS)
+    def test_another_one_goes_on(self, fleets: Fleets, broker_kind: str, key: str) -> None:
+        with fleets.own(broker_kind, {**TWO, "w3@east": {}}, SHORT) as fleet, Sampler(fleet.registry):
+            gate = fleet.fill(6, name="hold_late")
+            fleet.workers["w1@north"].kill()
+            others = [fleet.workers["w2@south"], fleet.workers["w3@east"]]
+
+            def cleaner() -> WorkerProcess | None:
+                return next((one for one in others if "worker w1@north (epoch" in one.logs()), None)
+
+            fleet.wait(cleaner, 20, "one to clean up")
+            cleaner().kill()
+            killed_at = time.monotonic()
+            fleet.journal.open_gate(gate)
+
+            def returned() -> list[Any]:
+                return [run for run in fleet.runs(gate) if run.outcome == "returned"]
+
+            fleet.wait(lambda: len({run.key for run in returned()}) == 6, 40, "all to have run to their end")
+            assert max(run.start for run in returned()) - killed_at < HEALED
+            fleet.settle(20)
+            fleet.wait(lambda: len(fleet.views()) == 1, 20, "the dead workers to be forgotten")
+            assert max(fleet.journal.executions().values()) <= 3
+
+
 class TestReceivedAndNotBegun:
     def test_pushed_and_handed_to_a_pool_that_does_not_answer(self, fleets: Fleets, key: str) -> None:
         with fleets.own("redis", TWO, SHORT) as fleet, Sampler(fleet.registry):
@@ -156,7 +182,9 @@ class TestRestartUnderTheSameName:
 
     @pytest.mark.parametrize("broker_kind", BROKERS)
     def test_five_times_under_load(self, fleets: Fleets, broker_kind: str, key: str) -> None:
-        with fleets.own(broker_kind, TWO, SHORT) as fleet, Sampler(fleet.registry):
+        # Some are killed each time; they are not to be taken for the cause.
+        conf = {**SHORT, "capacity_max_deliveries": 20}
+        with fleets.own(broker_kind, TWO, conf) as fleet, Sampler(fleet.registry):
             worker: WorkerProcess = fleet.workers["w1@north"]
             sent = 0
             for _ in range(5):
