@@ -15,7 +15,7 @@ from kombu import Queue
 
 from ..dispatch import lot_queue, own_queue
 from ..errors import RegistryError
-from ..models import Advert, Demand, Lot, Reason, Refusal, Slot
+from ..models import Advert, Claim, Demand, Lot, Reason, Refusal, Released, Slot
 from ..naming import new_token, node_of
 from ..registry import Registry, Reservation
 from .consumer import CapacityTaskConsumer
@@ -221,9 +221,13 @@ class WorkerAgent:
 
     def free(self, slot: Slot) -> None:
         """Give a slot back, with nothing else in the same step.  Without the registry a heartbeat will do it."""
+        self.release(slot)
+
+    def release(self, slot: Slot, then: Claim | None = None, emptied: Slot | None = None) -> Released | None:
+        """Give a slot back, as the registry's ``release``; ``None`` without the registry: a heartbeat will do it."""
         self.ledger.unsure(slot)
         try:
-            self.call(self.registry.release, slot.token, self.epoch)
+            return self.call(self.registry.release, slot.token, self.epoch, then=then, emptied=emptied)
         except RegistryError as exc:
             self.count("release_deferred")
             logger.info(
@@ -232,6 +236,7 @@ class WorkerAgent:
                 exc,
                 extra={"action": "release_deferred", "token": slot.token, "worker": self.name},
             )
+            return None
         finally:
             self.ledger.unclaim(slot)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ..errors import RegistryError
-from ..models import Claim, Lot, Refusal, Released, Slot
+from ..models import Claim, Lot, Refusal, Slot
 from ..naming import node_lot, unknown_lot
 from .mover import Mail
 
@@ -30,8 +30,7 @@ logger = logging.getLogger(__name__)
 #: are never kept waiting.
 _STEPS = 16
 #: For this long after the registry has confirmed a slot, the next message of the same lot may use it without
-#: asking again: the counts are the same (one slot, one queue, one worker), and a drain or a lowered limit is
-#: obeyed at most this much later.
+#: asking again: the counts are the same, and a drain or a lowered limit is obeyed at most this much later.
 _REUSE_SECONDS = 0.1
 #: The first wait when a lot is marked but its message has not arrived yet; doubled up to the slow poll.
 _FIRST_WAIT_SECONDS = 0.01
@@ -198,20 +197,9 @@ class Intake:
         """Give the slot back and, in the same step, claim for a parked task."""
         agent = self.agent
         then = Claim(agent.name, agent.epoch, lots) if lots else None
-        agent.ledger.unsure(slot)
-        try:
-            released: Released = agent.call(agent.registry.release, slot.token, agent.epoch, then=then, emptied=emptied)
-        except RegistryError as exc:
-            agent.count("release_deferred")
-            logger.info(
-                "slot %s will be given back by a heartbeat: %s",
-                slot.token,
-                exc,
-                extra={"action": "release_deferred", "token": slot.token, "worker": agent.name},
-            )
+        released = agent.release(slot, then, emptied)
+        if released is None:
             return None
-        finally:
-            agent.ledger.unclaim(slot)
         if emptied is not None:
             self._seen.pop(emptied.lot or "", None)
             if released.waiting:
@@ -269,10 +257,9 @@ class Intake:
             self.look_now()
 
     def _check_own_queue(self) -> None:
-        """Somebody may have deleted it.
+        """Somebody may have deleted it, and what is published to it is lost then.
 
-        The broker says so, and Celery connects again; but not if it is said while Celery's loop begins, which drops
-        it (``celery.worker.loops._quick_drain``).  What is published to a queue that is not there is lost.
+        Celery connects again when the broker says so, unless it says so while the loop begins (``_quick_drain``).
         """
         assert self._reader is not None
         now = time.monotonic()
