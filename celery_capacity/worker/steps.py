@@ -109,8 +109,11 @@ class Gate(bootsteps.StartStopStep):  # type: ignore[misc]
         agent.stopping = False
         if self._has_predecessor:
             # Of this name, in an earlier process.  Before anything is consumed or fetched here, so none of it is ours.
+            # On another connection: Kombu before 5.7 stops polling on Redis when a channel of this one is closed.
             try:
-                give_back_unacked(agent, consumer.connection, agent.name, lambda: True)
+                if consumer.connection.transport.driver_type == "redis":
+                    give_back_unacked(agent, self.mover.connection(), agent.name, lambda: True)
+                    self.mover.close()
             except consumer.connection_errors:
                 raise
             except Exception as exc:  # noqa: BLE001 - they come back after the visibility time-out
