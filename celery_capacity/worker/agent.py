@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from kombu import Queue
 
-from ..dispatch import lot_queue, own_queue
+from ..dispatch import own_queue
 from ..errors import RegistryError
-from ..models import Advert, Claim, Demand, Lot, Reason, Refusal, Released, Slot
+from ..models import Advert, Claim, Demand, Reason, Refusal, Released, Slot
 from ..naming import new_token, node_of
 from ..registry import Registry, Reservation
 from .consumer import CapacityTaskConsumer
@@ -121,11 +121,6 @@ class WorkerAgent:
             self.epoch = 0
         self.announce()
 
-    def lot_as_queue(self, lot: Lot) -> Queue:
-        """The broker's queue of a lot."""
-        queue = self.managed[lot.queue]
-        return queue if lot.name == lot.queue else lot_queue(lot.name, queue)
-
     def task_consumer(self, channel: Any, accept: Any = None, **options: Any) -> CapacityTaskConsumer:
         """The consumer of the own queue and of the queues that are left to Celery."""
         if accept is None:
@@ -218,10 +213,6 @@ class WorkerAgent:
             extra={"action": "admitted_locally", "token": slot.token, "worker": self.name},
         )
         return slot
-
-    def free(self, slot: Slot) -> None:
-        """Give a slot back, with nothing else in the same step.  Without the registry a heartbeat will do it."""
-        self.release(slot)
 
     def release(self, slot: Slot, then: Claim | None = None, emptied: Slot | None = None) -> Released | None:
         """Give a slot back, as the registry's ``release``; ``None`` without the registry: a heartbeat will do it."""

@@ -161,7 +161,7 @@ class Intake:
             slot = self._freed.popleft()
             if self.gatekeeper.has_waiting:
                 self._confirmed.pop(slot.token, None)
-                self.agent.free(slot)
+                self.agent.release(slot)
                 self.gatekeeper.serve_waiting()
             else:
                 self._turn_over(slot)
@@ -175,7 +175,7 @@ class Intake:
     def _turn_over(self, slot: Slot) -> None:
         confirmed = self._confirmed.pop(slot.token, 0.0)
         if not self._may_fetch():
-            self.agent.free(slot)
+            self.agent.release(slot)
             return
         # Only where there is one queue: with several, each turn is another one's.
         if slot.queue in self._hot and [*self.agent.managed] == [slot.queue] and self._fresh(confirmed):
@@ -390,4 +390,4 @@ class Intake:
 
     def _give_up(self, slot: Slot) -> None:
         self._confirmed.pop(slot.token, None)
-        self.agent.free(slot)
+        self.agent.release(slot)
