@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import click
 from celery.bin.base import CeleryCommand, handle_preload_options
 from click_didyoumean import DYMGroup
+from kombu.exceptions import OperationalError
 
 from . import tables, views
 from .errors import ConfigurationError, RegistryError
 from .install import Runtime
 from .models import Overview, WorkerState, WorkerView
+from .naming import later_lot, node_lot, unknown_lot
 from .registry import Registry, mask_url
 from .settings import Settings
 
@@ -42,6 +44,14 @@ def _above_zero(ctx: click.Context, param: click.Parameter, value: float | None)
     if value is not None and not 0 < value < math.inf:
         raise click.BadParameter(f"{value:g} is not a number of seconds above 0", ctx, param)
     return value
+
+
+def _limit(ctx: click.Context, param: click.Parameter, value: str) -> int | None:
+    if value == "default":
+        return None
+    if not value.isdecimal():
+        raise click.BadParameter(f"{value!r} is not a whole number from 0 up, or 'default'", ctx, param)
+    return int(value)
 
 
 @click.group(cls=DYMGroup)
@@ -69,6 +79,7 @@ def status(ctx: click.Context, as_json: bool) -> None:
     if queues:
         rows = [[q.name, _number(q.limit, "none"), str(q.held), "yes" if q.waiting else "no"] for q in queues]
         tables.show("queues", ("queue", "limit", "held", "waiting"), rows, color=not ctx.obj.no_color)
+    _show_lots(ctx, views.waiting_lots(overview))
     if overview.counters:
         click.echo(f"counters: {', '.join(f'{name} {total}' for name, total in overview.counters)}")
 
@@ -86,11 +97,12 @@ def explain(ctx: click.Context, queue: str, task: str | None, node: str | None, 
             raise click.UsageError(f"{option} is empty; it takes a name")
     with _registry(ctx) as (registry, settings):
         census = registry.census(queue, task, node)
+        overview = registry.overview()
     if not settings.manages(queue):
         message = f"queue {queue!r} is not selected by capacity_queues: its tasks are sent as plain Celery sends them"
         click.echo(message, err=True)
     if as_json:
-        _write_json(views.explain_document(census, settings.namespace))
+        _write_json(views.explain_document(census, overview))
         return
     click.echo(views.summary(census))
     if census.workers:
@@ -98,6 +110,7 @@ def explain(ctx: click.Context, queue: str, task: str | None, node: str | None, 
             [w.name, w.node, w.state.value, _slots(w), views.why(w, census, settings.namespace)] for w in census.workers
         ]
         tables.show("workers", ("worker", "node", "state", "held", "why"), rows, color=not ctx.obj.no_color)
+    _show_lots(ctx, views.waiting_lots(overview, queue))
 
 
 @capacity.command(cls=CeleryCommand)
@@ -132,6 +145,82 @@ def admit(ctx: click.Context, worker: str) -> None:
         if not registry.admit(worker):
             _no_such_worker(registry, worker)
     click.echo(f"worker {worker} is admitted")
+
+
+@capacity.command(cls=CeleryCommand)
+@click.argument("queue")
+@click.argument("limit", metavar="N|default", callback=_limit)
+@click.pass_context
+def limit(ctx: click.Context, queue: str, limit: int | None) -> None:
+    """Let at most N tasks of QUEUE run at once, over all workers; 0 pauses it.
+
+    It holds, whatever capacity_queue_limits says, until "default" takes it back.  What runs is never stopped.
+    """
+    with _registry(ctx) as (registry, settings):
+        if not settings.manages(queue):
+            raise click.UsageError(
+                f"queue {queue!r} is not selected by capacity_queues: nothing that is set here holds for it"
+            )
+        registry.set_limit(queue, limit)
+        census = registry.census(queue)
+    shown = "no limit" if census.limit is None else f"limit {census.limit}"
+    click.echo(f"queue {queue}: {shown}, {census.held} held{' (as the workers declare)' if limit is None else ''}")
+
+
+@capacity.command(cls=CeleryCommand)
+@click.argument("queues", metavar="[QUEUE]...", nargs=-1)
+@click.option("--node", "nodes", metavar="NODE", multiple=True, help="The lots of this node too; can be repeated.")
+@click.option("-f", "--force", is_flag=True, help="Do not ask.")
+@click.pass_context
+def purge(ctx: click.Context, queues: tuple[str, ...], nodes: tuple[str, ...], force: bool) -> None:
+    """Delete the tasks that wait, in each QUEUE and in its lots; without QUEUE, in all managed queues of the app.
+
+    As celery purge does, which knows no lots.  What is on its way to a worker or runs there goes on.  A lot is found if
+    the registry knows that tasks wait there, or knows a worker of its node, or by --node.
+    """
+    app = ctx.obj.app
+    with _registry(ctx) as (registry, settings):
+        known = [name for name in app.amqp.queues if settings.manages(name)]
+        overview = registry.overview()
+        nodes = tuple({*nodes, *(worker.node for worker in overview.workers)})
+        names = [name for queue in queues or known for name in _places(queue, nodes, overview)]
+        if not force:
+            click.confirm(f"Delete all tasks in {', '.join(names)}? They cannot be brought back", abort=True)
+        with app.connection_for_write() as connection:
+            try:
+                connection.ensure_connection(max_retries=1)
+                purged = {name: _purge(connection, name) for name in names}
+            except (OperationalError, *connection.connection_errors) as exc:
+                raise _Unavailable(f"broker {connection.as_uri()}: {exc}") from exc
+        for lot in overview.lots:
+            if lot.name in purged:
+                registry.found_empty(lot.name, lot.mark)
+    for name, count in purged.items():
+        if count:
+            click.echo(f"{views.counted(count, 'task')} deleted from {name}")
+    if not any(purged.values()):
+        click.echo("no task was waiting")
+
+
+def _places(queue: str, nodes: Iterable[str], overview: Overview) -> list[str]:
+    """Where tasks of a queue may wait, that one first."""
+    namespace = overview.namespace
+    lots = {unknown_lot(namespace, queue), later_lot(namespace, queue)}
+    lots |= {node_lot(namespace, queue, node) for node in nodes}
+    lots |= {lot.name for lot in overview.lots if lot.queue == queue}
+    return [queue, *sorted(lots - {queue})]
+
+
+def _purge(connection: Any, queue: str) -> int:
+    """How many messages were deleted; none if there is no such queue."""
+    # RabbitMQ closes the channel when there is none.
+    channel = connection.channel()
+    try:
+        return int(channel.queue_purge(queue) or 0)
+    except connection.channel_errors:
+        return 0
+    finally:
+        channel.close()
 
 
 @contextmanager
@@ -179,7 +268,7 @@ def _show_workers(ctx: click.Context, overview: Overview) -> None:
             _number(worker.capacity, "?"),
             f"{worker.held} ({worker.reserved}+{worker.committed})",
             str(worker.free) if worker.state is WorkerState.READY else "-",
-            ", ".join(views.public_queues(worker.queues, overview.namespace)),
+            views.queues_with_shares(worker, overview.namespace),
             f"{worker.lease_age:.0f} s ago",
             views.detail(worker),
         ]
@@ -187,6 +276,12 @@ def _show_workers(ctx: click.Context, overview: Overview) -> None:
     ]
     title = f"workers in namespace {overview.namespace!r}; held = reserved + committed"
     tables.show(title, header, rows, color=not ctx.obj.no_color)
+
+
+def _show_lots(ctx: click.Context, lots: list[views.LotDocument]) -> None:
+    if lots:
+        rows = [[lot["queue"], lot["name"], views.what_waits(lot)] for lot in lots]
+        tables.show("tasks wait", ("queue", "lot", "for what"), rows, color=not ctx.obj.no_color)
 
 
 def _slots(worker: WorkerView) -> str:

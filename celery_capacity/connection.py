@@ -6,30 +6,37 @@ from collections.abc import Iterable
 from typing import Any
 
 from kombu import Connection
+from kombu.utils.imports import symbol_by_name
 
 __all__ = ("CapacityConnection",)
 
-_FILESYSTEM = "celery_capacity.filesystem:Transport"
+#: Transports of Kombu's for which the plugin has one that is built on it.
+_OURS = {
+    "filesystem": "celery_capacity.filesystem:Transport",
+    "redis": "celery_capacity.redis_transport:Transport",
+    "rediss": "celery_capacity.redis_transport:Transport",
+}
 
 
 class CapacityConnection(Connection):  # type: ignore[misc]
-    """A Kombu connection that loses no message on the filesystem, either: see :mod:`.filesystem`."""
+    """A Kombu connection that loses no message on the filesystem, either (:mod:`.filesystem`), and is quicker on Redis
+    (:mod:`.redis_transport`)."""
 
     def get_transport_cls(self) -> Any:
-        """The transport of the URL; for Kombu's filesystem transport, the one that is built on it."""
-        if self._on_filesystem():
-            # Late, since Kombu's needs a package of its own on Windows.
-            from .filesystem import Transport
-
-            return Transport
-        return super().get_transport_cls()
+        """The transport of the URL, or the one that is built on it."""
+        ours = self._ours()
+        # Late, since Kombu's for the filesystem needs a package of its own on Windows.
+        return super().get_transport_cls() if ours is None else symbol_by_name(ours)
 
     def _info(self, resolve: bool = True) -> Iterable[tuple[str, Any]]:
         info: Iterable[tuple[str, Any]] = super()._info(resolve)
-        if resolve or not self._on_filesystem():
+        ours = self._ours()
+        if resolve or ours is None:
             return info
         # What a copy is made of.  Those of a pool are of a class of Kombu's, which knows no more than this.
-        return [(key, _FILESYSTEM if key == "transport" else value) for key, value in info]
+        return [(key, ours if key == "transport" else value) for key, value in info]
 
-    def _on_filesystem(self) -> bool:
-        return self.transport_cls in ("filesystem", _FILESYSTEM)
+    def _ours(self) -> str | None:
+        if self.transport_cls in _OURS.values():
+            return str(self.transport_cls)
+        return _OURS.get(self.transport_cls)

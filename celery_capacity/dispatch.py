@@ -21,26 +21,25 @@ from kombu import Exchange, Queue
 from kombu.common import Broadcast
 
 from .connection import CapacityConnection
-from .errors import CapacityExhausted, ConfigurationError, RegistryError
-from .models import Demand, Refusal, Slot
+from .continuation import goes_on
+from .errors import CapacityExhausted, RegistryError
+from .models import Demand, Reason, Refusal, Slot
 from .naming import HEADER, node_lot, own_queue_name
+from .notices import Notices
+from .options import OPTIONS, CallOptions
+from .parts import ChordKeeper, parts_of
 from .registry import Registry, Reservation
 
 if TYPE_CHECKING:
     from .outage import Outage
     from .settings import Settings
 
-__all__ = ("CapacityAMQP", "CapacityAMQPMixin", "Dispatcher", "lot_queue", "own_queue")
+__all__ = ("CapacityAMQP", "CapacityAMQPMixin", "Dispatcher", "is_future", "lot_queue", "own_queue")
 
 logger = logging.getLogger(__name__)
 
-#: Options of a call that are the plugin's: taken out before the message is built.
-OPTIONS = ("node", "when_full")
-POLICIES = ("park", "refuse")
 #: How long a producer that was refused is advised to wait.
 RETRY_AFTER_SECONDS = 1.0
-#: At most one "no worker for queue" warning a queue in this many seconds.
-UNSERVED_WARNING_SECONDS = 60.0
 #: For this long after a refusal, tasks of the same kind are parked without asking again.  The refusal has set the
 #: lot's mark, which stands for at least ``reservation_seconds``, so no wake-up is lost; and a slot that comes
 #: free in between goes to a parked task anyway.  It takes most of the registry's cost out of a burst.
@@ -120,8 +119,9 @@ class Dispatcher:
         self.settings = settings
         self._registry = registry
         self._outage = outage
+        self._chords = ChordKeeper(app)
         self._own_queues: dict[str, Queue] = {}
-        self._unserved_warned: dict[str, float] = {}
+        self._notices = Notices()
         #: Until when a kind of dispatch is known to be refused, on the monotonic clock.
         self._refused: dict[tuple[str, str, str | None], float] = {}
 
@@ -136,20 +136,19 @@ class Dispatcher:
         routing_key: str | None = None,
         queue: Any = None,
         headers: Mapping[str, Any] | None = None,
-        node: str | None = None,
-        when_full: str | None = None,
         **options: Any,
     ) -> Any:
-        """Publish one task message.
+        """Publish one task message; ``options`` are Celery's, and those of :mod:`.options`.
 
         :raises CapacityExhausted: under ``when_full="refuse"``; nothing was published.
-        :raises RegistryError: under ``capacity_on_registry_error="raise"``; nothing was published.
-        :raises ConfigurationError: ``node`` or ``when_full`` make no sense; nothing was published.
+        :raises RegistryError: under ``capacity_on_registry_error="raise"``; nothing was published.  Neither of the two
+            for what goes on (:mod:`.continuation`).
+        :raises ConfigurationError: one of the plugin's options makes no sense; nothing was published.
         """
-        node, when_full = self._call_options(name, node, when_full)
+        said = CallOptions.of(self._task(name), {option: options.pop(option, None) for option in OPTIONS})
+        node, kept = said.node, said.kept
         # A token that arrives with the headers is the one of an earlier attempt: never trusted, never resent.
         clean = {k: v for k, v in (headers or {}).items() if k != HEADER}
-        kept = {k: v for k, v in (("node", node), ("when_full", when_full)) if v is not None}
         plain_headers = {**clean, HEADER: kept} if kept else clean
 
         def publish_plain() -> Any:
@@ -164,10 +163,13 @@ class Dispatcher:
                 **options,
             )
 
+        self._chords.note(name, message)
         target = self.managed_queue(queue, exchange, routing_key, options.get("exchange_type"))
-        if target is None or _is_delayed(message):
+        if target is None or is_future(_field(message, "eta")):
             return publish_plain()
-        policy = when_full or self.settings.policy_for(target.name)
+        policy = said.when_full or self.settings.policy_for(target.name)
+        if policy == "refuse" and goes_on():
+            policy = "park"
         lot = node_lot(self.settings.namespace, target.name, node) if node else target.name
         kind = (target.name, name, node)
         if policy == "park" and time.monotonic() < self._refused.get(kind, 0.0):
@@ -176,6 +178,7 @@ class Dispatcher:
             queue=target.name,
             task=name,
             node=node,
+            prefer_node=said.prefer_node,
             task_id=_task_id(message),
             ttl_seconds=self.settings.reservation_seconds,
             park_lot=lot if policy == "park" else None,
@@ -184,18 +187,26 @@ class Dispatcher:
             claim = self._outage.call(self._registry().select_and_reserve, demand)
             if isinstance(claim, Refusal) and policy == "refuse":
                 # In here, since the registry may go away before it has said why.
-                self._refuse(demand, claim)
-        except RegistryError:
-            if self.settings.on_registry_error == "raise":
+                self._refuse(demand, claim, message)
+        except RegistryError as exc:
+            if self.settings.on_registry_error == "raise" and not goes_on():
+                self._chords.broken_off(parts_of(message), exc)
                 raise
             # Without the registry nobody knows whether a pinned lot is read; its workers do read it.
             return self._park(sender, producer, name, message, target, lot, kept, clean, publish_plain, options)
         if isinstance(claim, Refusal):
             if not claim.served:
-                self._nobody_serves(demand)
+                self._notices.unserved(target.name)
                 return publish_plain()
             self._note_refused(kind)
+            parent = self.app.current_worker_task
+            if parent is not None and not goes_on():
+                self._notices.parked_by_task(name, parent.name)
+            if node and claim.reason is Reason.OTHER_NODE:
+                self._notices.nowhere(target.name, node, name, lot)
             return self._park(sender, producer, name, message, target, lot, kept, clean, publish_plain, options)
+        if node:
+            self._notices.somewhere(target.name, node)
         with claim:
             origin = {"queue": target.name, "exchange": exchange_name(target), "routing_key": rkey(target, routing_key)}
             result = self._to_worker(sender, producer, name, message, target, claim, {**kept, **origin}, clean, options)
@@ -209,8 +220,8 @@ class Dispatcher:
     ) -> Queue | None:
         """The queue whose pool takes this message, or ``None`` if it is to be left as it is.
 
-        Left alone: exchange-only sends, broadcasts, exchanges that copy to several queues, queues that
-        ``capacity_queues`` does not select.
+        Left alone: exchange-only sends, broadcasts, exchanges that copy to several queues, queues that only one
+        consumer may read, and those that ``capacity_queues`` does not select.
         """
         amqp = self.app.amqp
         if queue is None:
@@ -219,7 +230,7 @@ class Dispatcher:
             queue = amqp.default_queue
         elif isinstance(queue, str):
             queue = amqp.queues[queue]
-        if isinstance(queue, Broadcast) or not self.settings.manages(queue.name):
+        if isinstance(queue, Broadcast) or not self.settings.manages(queue.name) or not _can_be_shared(queue):
             return None
         kind = exchange_type or (queue.exchange.type if queue.exchange else None) or "direct"
         if exchange and routing_key:
@@ -237,19 +248,9 @@ class Dispatcher:
 
     # -- what with -------------------------------------------------------------------------------------
 
-    def _call_options(self, name: str, node: str | None, when_full: str | None) -> tuple[str | None, str | None]:
-        if node is None or when_full is None:
-            task = self.app._tasks.get(name) if isinstance(self.app._tasks, dict) else None
-            if task is not None:
-                own = getattr(task, "node", None)
-                # An attribute of that name that is no name of a node has another meaning in this app.
-                node = own if node is None and isinstance(own, str) and own else node
-                when_full = when_full if when_full is not None else getattr(task, "when_full", None)
-        if node is not None and (not isinstance(node, str) or not node):
-            raise ConfigurationError("node", node, "the name of a node, a non-empty string")
-        if when_full is not None and when_full not in POLICIES:
-            raise ConfigurationError("when_full", when_full, " or ".join(map(repr, POLICIES)))
-        return node, when_full
+    def _task(self, name: str) -> Any:
+        tasks = self.app._tasks
+        return tasks.get(name) if isinstance(tasks, dict) else None
 
     def _to_worker(
         self,
@@ -317,7 +318,7 @@ class Dispatcher:
 
     # -- when nobody can take it -----------------------------------------------------------------------
 
-    def _refuse(self, demand: Demand, refusal: Refusal) -> None:
+    def _refuse(self, demand: Demand, refusal: Refusal, message: Any) -> None:
         """Raise, unless there is no capacity worker at all: then it is exactly plain Celery."""
         reason = refusal.reason.value
         if not refusal.served:
@@ -325,17 +326,18 @@ class Dispatcher:
                 return
             reason = f"no worker for queue {demand.queue!r}"
         census = self._outage.call(self._registry().census, demand.queue, demand.task, demand.node)
-        raise CapacityExhausted(demand.queue, demand.task, reason, census, RETRY_AFTER_SECONDS)
+        parts = parts_of(message)
+        which = (parts[0].group_id, parts[0].index) if parts else (None, None)
+        exc = CapacityExhausted(demand.queue, demand.task, reason, census, RETRY_AFTER_SECONDS, *which)
+        self._chords.broken_off(parts, exc)
+        raise exc
 
-    def _nobody_serves(self, demand: Demand) -> None:
-        now = time.monotonic()
-        if now >= self._unserved_warned.get(demand.queue, now):
-            self._unserved_warned[demand.queue] = now + UNSERVED_WARNING_SECONDS
-            logger.info(
-                "no capacity worker serves queue %r; publishing as plain Celery does",
-                demand.queue,
-                extra={"action": "unserved", "queue": demand.queue},
-            )
+
+def _can_be_shared(queue: Queue) -> bool:
+    """Whether any worker may take any message, one at a time: not with one consumer at a time, nor from a stream."""
+    arguments = queue.queue_arguments or {}
+    one_reader = queue.exclusive or arguments.get("x-single-active-consumer")
+    return not one_reader and arguments.get("x-queue-type") != "stream"
 
 
 def _matches(queue: Queue, routing_key: str | None) -> bool:
@@ -375,8 +377,8 @@ def _task_id(message: Any) -> str | None:
     return None if value is None else str(value)
 
 
-def _is_delayed(message: Any) -> bool:
-    eta = _field(message, "eta")
+def is_future(eta: Any) -> bool:
+    """Whether a message with this eta is not due yet."""
     if not eta:
         return False
     try:

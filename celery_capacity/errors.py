@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .models import Census
+    from .models import Census, WorkerView
 
 __all__ = (
     "CapacityError",
@@ -102,29 +102,58 @@ class ReservationLost(CapacityError):
 class CapacityExhausted(CapacityError):
     """The dispatch was refused at the source: no worker has a free slot for it.  Nothing was published.
 
-    ``census`` says for every worker why it could not take the task.  ``retry_after`` is a hint in seconds.
+    ``census`` says for every worker why it could not take the task; it is a text if the error comes from a result
+    backend.  ``retry_after`` is a hint in seconds.
+
+    Of a group or chord, ``group_id`` and ``group_index`` say which part was refused, counted from 0: the parts
+    before it are published, it and those after it are not, and a chord's body fails with a
+    ``ChordError`` that says so.
     """
 
-    def __init__(self, queue: str, task: str | None, reason: str, census: Census, retry_after: float) -> None:
-        super().__init__(queue, task, reason, census, retry_after)
+    def __init__(
+        self,
+        queue: str,
+        task: str | None,
+        reason: str,
+        census: Census,
+        retry_after: float,
+        group_id: str | None = None,
+        group_index: int | None = None,
+    ) -> None:
+        super().__init__(queue, task, reason, census, retry_after, group_id, group_index)
         self.queue = queue
         self.task = task
         self.reason = reason
         self.census = census
         self.retry_after = retry_after
+        self.group_id = group_id
+        self.group_index = group_index
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (type(self), (self.queue, self.task, self.reason, self.census, self.retry_after))
+        return (type(self), self.args)
+
+    def _held(self, worker: WorkerView) -> str:
+        held = f"{worker.held}/{'?' if worker.capacity is None else worker.capacity}"
+        shares = [share for share in worker.shares if share.queue == self.queue]
+        return f"{held}; {shares[0].held}/{shares[0].limit} for this queue" if shares else held
 
     def __str__(self) -> str:
         what = f"task {self.task!r} for queue {self.queue!r}" if self.task else f"queue {self.queue!r}"
+        if self.group_index is not None:
+            before = f"{self.group_index} before it are published" if self.group_index else "nothing is published"
+            what = f"part {self.group_index} of group {self.group_id} ({before}): {what}"
+        if not hasattr(self.census, "workers"):
+            # It comes from a result backend, which keeps a text of the census.
+            return f"{what} refused ({self.reason}); retry in {self.retry_after:g} s"
         pin = f" on node {self.census.node!r}" if self.census.node else ""
         if not self.census.workers:
             return f"{what}{pin} refused: no worker for queue {self.queue!r}; retry in {self.retry_after:g} s"
         why = ", ".join(
-            f"{w.name} {w.reason.value if w.reason else 'free'} ({w.held}/{'?' if w.capacity is None else w.capacity})"
-            for w in self.census.workers[:8]
+            f"{w.name} {w.reason.value if w.reason else 'free'} ({self._held(w)})" for w in self.census.workers[:8]
+        )
+        limit = (
+            "" if self.census.limit is None else f"; limit of the queue: {self.census.held} of {self.census.limit} held"
         )
         more = len(self.census.workers) - 8
         tail = f" and {more} more" if more > 0 else ""
-        return f"{what}{pin} refused ({self.reason}): {why}{tail}; retry in {self.retry_after:g} s"
+        return f"{what}{pin} refused ({self.reason}): {why}{tail}{limit}; retry in {self.retry_after:g} s"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from typing import TYPE_CHECKING, Any
 
 from celery.app.amqp import AMQP
 from celery.utils.imports import symbol_by_name
 
-from .dispatch import CapacityAMQPMixin, Dispatcher
+from .dispatch import CapacityAMQP, CapacityAMQPMixin, Dispatcher
 from .outage import Outage
 from .registry import Registry, open_registry
 from .settings import Settings
@@ -58,6 +59,7 @@ class Runtime:
             with self._lock:
                 if self._registry is None:
                     self._registry = self.open_registry()
+                    self._point_out_relative_path()
         return self._registry
 
     @property
@@ -85,6 +87,17 @@ class Runtime:
         # A registry in this process's memory has nothing to wait for.
         options = {} if scheme == "memory" else {"timeout_seconds": settings.registry_timeout_seconds}
         return open_registry(settings.registry, settings.namespace, **options)
+
+    def _point_out_relative_path(self) -> None:
+        scheme, _, path = self.settings.registry.partition(":///")
+        if scheme.lower() == "sqlite" and not path.startswith("/"):
+            logger.warning(
+                "capacity_registry %s is relative to the current directory, here %s: producers and workers that were"
+                " started elsewhere have another registry; an absolute path has four slashes",
+                self.settings.registry,
+                os.getcwd(),
+                extra={"action": "relative_registry"},
+            )
 
     def employ(self, controller: Any) -> WorkerAgent:
         """The agent of a worker that is being set up."""
@@ -128,10 +141,21 @@ def install(app: Any) -> Runtime:
     return runtime
 
 
+class InstalledAMQP(CapacityAMQP):
+    """What an app has for its AMQP class.
+
+    A pickled app takes little more along than the name of this class, so the plugin is put into its copy here.
+    """
+
+    def __init__(self, app: Any) -> None:
+        super().__init__(app)
+        install(app)
+
+
 def _hook_producer(app: Any) -> None:
     base = symbol_by_name(app.amqp_cls)
     if base is AMQP:
-        app.amqp_cls = "celery_capacity.dispatch:CapacityAMQP"
+        app.amqp_cls = f"{__name__}:{InstalledAMQP.__name__}"
     elif not issubclass(base, CapacityAMQPMixin):
         app.amqp_cls = type(f"Capacity{base.__name__}", (CapacityAMQPMixin, base), {"__module__": base.__module__})
     old = app.__dict__.get("amqp")

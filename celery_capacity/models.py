@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import ClassVar, NamedTuple
 
 from .errors import InvalidAdvertError, InvalidCounterError, InvalidDemandError
+from .outcomes import CommitOutcome, Reason, ReleaseOutcome, Standing, StoreCounter, WorkerState
 
 __all__ = (
     "Advert",
@@ -22,6 +22,7 @@ __all__ = (
     "Demand",
     "LapsedWorker",
     "Lot",
+    "LotView",
     "Overview",
     "Pulse",
     "QueueView",
@@ -29,6 +30,7 @@ __all__ = (
     "Refusal",
     "ReleaseOutcome",
     "Released",
+    "Share",
     "Slot",
     "Standing",
     "StoreCounter",
@@ -36,81 +38,8 @@ __all__ = (
     "WorkerView",
     "check_capacity",
     "check_counts",
+    "check_limit",
 )
-
-
-class Reason(str, Enum):
-    """Why a worker could not be chosen, or a dispatch was refused."""
-
-    FULL = "full"
-    DRAINING = "draining"
-    UNKNOWN_CAPACITY = "unknown capacity"
-    OTHER_NODE = "other node"
-    OTHER_QUEUE = "other queue"
-    UNKNOWN_TASK = "task not registered there"
-    LATE = "late"
-    LAPSED = "lapsed"
-    LIMIT = "limit"
-    REPLACED = "replaced by a newer registration"
-    NOT_WAITING = "nothing is waiting"
-    NO_WORKER = "no worker"
-
-
-class WorkerState(str, Enum):
-    """The one word that a status shows for a worker."""
-
-    READY = "ready"
-    LATE = "late"
-    DRAINING = "draining"
-    UNKNOWN = "unknown"
-    LAPSED = "lapsed"
-
-
-class Standing(str, Enum):
-    """What the registry thinks of the epoch that just spoke."""
-
-    CURRENT = "current"
-    #: A newer registration of the same name is there.  The speaker must stop taking work.
-    REPLACED = "replaced"
-    #: The registry does not know the worker (lapsed, or the store was lost).  The speaker must register again.
-    GONE = "gone"
-
-
-class CommitOutcome(str, Enum):
-    """What :meth:`Registry.commit` did."""
-
-    COMMITTED = "committed"
-    #: Committed before by the same epoch; nothing changed.
-    ALREADY = "already committed"
-    #: Unknown token: released, or its deadline passed.
-    GONE = "gone"
-    #: The speaker's epoch is not the current one; nothing changed.
-    STALE = "stale epoch"
-
-
-class ReleaseOutcome(str, Enum):
-    """What :meth:`Registry.release` or :meth:`Registry.cancel` did."""
-
-    RELEASED = "released"
-    #: Unknown token: released before, or its deadline passed; nothing changed.
-    ALREADY = "already released"
-    #: The speaker's epoch is not the one that holds the token; nothing changed.
-    STALE = "stale epoch"
-    #: Only from ``cancel``: the worker has committed the slot, so it is not the producer's any more.
-    COMMITTED = "committed by the worker"
-
-
-class StoreCounter(str, Enum):
-    """What a store counts by itself, in the step in which it happens, since nobody else sees it."""
-
-    #: Reservations that nobody had taken over by their deadline.
-    RESERVATIONS_EXPIRED = "reservations_expired"
-    #: Workers that :meth:`Registry.expire` found to have lapsed.
-    WORKERS_LAPSED = "workers_lapsed"
-    #: Slots that these held.
-    SLOTS_FREED_BY_LAPSE = "slots_freed_by_lapse"
-    #: Commits, releases, heartbeats and deregistrations of an epoch that is not the current one.
-    STALE_REFUSED = "stale_refused"
 
 
 @dataclass(frozen=True)
@@ -121,6 +50,10 @@ class Advert:
     ``queues`` are the managed queues that it serves, ``tasks`` the names registered in it.  A worker is
     *late* ``lease_seconds`` after its last heartbeat and *lapsed* after ``lapse_seconds``; both travel with
     the advert, so that processes with other settings judge the worker by its own.
+
+    ``worker_queues``: at most so many of its slots are held for that queue at once.  ``queue_limits``: at most so many
+    are held for it over the fleet, unless :meth:`Registry.set_limit` says otherwise; the latest registration that serves
+    a queue says what its limit is, or (without an entry here) that it has none.
     """
 
     worker: str
@@ -132,6 +65,8 @@ class Advert:
     lapse_seconds: float = 60.0
     host: str = ""
     pid: int = 0
+    worker_queues: Mapping[str, int] = field(default_factory=dict)
+    queue_limits: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("worker", "node"):
@@ -149,14 +84,30 @@ class Advert:
             raise InvalidAdvertError(
                 "lapse_seconds", self.lapse_seconds, f"at least lease_seconds ({self.lease_seconds})"
             )
+        for name in ("worker_queues", "queue_limits"):
+            limits = getattr(self, name)
+            if not isinstance(limits, Mapping) or not all(
+                queue in self.queues and _is_count(limit) for queue, limit in limits.items()
+            ):
+                raise InvalidAdvertError(name, limits, "a mapping of some of its queues to integers from 0 up")
 
 
 def check_capacity(capacity: int | None) -> None:
     """Raise :exc:`InvalidAdvertError` unless ``capacity`` is ``None`` or an integer from 0 up."""
     if capacity is None:
         return
-    if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 0:
+    if not _is_count(capacity):
         raise InvalidAdvertError("capacity", capacity, "an integer from 0 up, or None for not known yet")
+
+
+def check_limit(limit: int | None) -> None:
+    """Raise :exc:`InvalidDemandError` unless ``limit`` is ``None`` or an integer from 0 up."""
+    if limit is not None and not _is_count(limit):
+        raise InvalidDemandError("limit", limit, "an integer from 0 up, or None for the default")
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 #: So that a total stays far below what 64 bits hold.
@@ -177,7 +128,8 @@ def check_counts(counts: Mapping[str, int]) -> None:
 class Demand:
     """What one dispatch asks for.
 
-    ``node`` pins it: only a worker that advertises exactly that node matches.  ``park_lot`` names the lot
+    ``node`` pins it: only a worker that advertises exactly that node matches.  ``prefer_node``: a worker of that node if
+    one could be chosen now, else any; without a meaning where ``node`` is given.  ``park_lot`` names the lot
     whose "somebody is waiting" mark a refusal sets in the same atomic step; ``None`` = the caller will not
     park, so a refusal writes nothing.  ``ttl_seconds`` is how long the reservation may stay uncommitted.
     """
@@ -188,6 +140,7 @@ class Demand:
     task_id: str | None = None
     ttl_seconds: float = 30.0
     park_lot: str | None = None
+    prefer_node: str | None = None
 
     def __post_init__(self) -> None:
         if not self.queue:
@@ -263,6 +216,14 @@ class Released:
     waiting: bool = False
 
 
+class Share(NamedTuple):
+    """What one worker holds for one queue that has a limit on this worker, and that limit."""
+
+    queue: str
+    held: int
+    limit: int
+
+
 @dataclass(frozen=True)
 class WorkerView:
     """One worker as the registry sees it.  ``reason`` is ``None`` when the worker could be chosen now."""
@@ -281,6 +242,8 @@ class WorkerView:
     lease_age: float = 0.0
     host: str = ""
     pid: int = 0
+    #: Of the queues that have a limit on this worker, in name order.
+    shares: tuple[Share, ...] = ()
 
     @property
     def held(self) -> int:
@@ -295,12 +258,24 @@ class WorkerView:
 
 @dataclass(frozen=True)
 class QueueView:
-    """One queue: its limit over the fleet (``None`` = none), slots held for it, and whether a task waits."""
+    """One queue: its limit over the fleet (``None`` = none), slots held for it, and whether a task waits.
+
+    ``waiting``: somebody has parked a task in one of its lots, and nobody has found that lot empty since.
+    """
 
     name: str
     limit: int | None
     held: int
     waiting: bool
+
+
+@dataclass(frozen=True)
+class LotView:
+    """A lot where a task of ``queue`` waits, as far as anybody has said so: its mark, and the mark's version."""
+
+    name: str
+    queue: str
+    mark: int
 
 
 @dataclass(frozen=True)
@@ -385,3 +360,5 @@ class Overview:
     queues: tuple[QueueView, ...] = field(default=())
     #: In name order.
     counters: tuple[CounterTotal, ...] = field(default=())
+    #: Where tasks wait, in name order; the lot of a queue itself has the queue's name.
+    lots: tuple[LotView, ...] = field(default=())

@@ -7,6 +7,8 @@ from uuid import uuid4
 __all__ = (
     "HEADER",
     "dead_letter_queue",
+    "is_ours",
+    "later_lot",
     "new_token",
     "node_lot",
     "node_of",
@@ -17,6 +19,11 @@ __all__ = (
 
 #: The message header that carries the token and the origin.
 HEADER = "capacity"
+
+
+def is_ours(queue: object) -> bool:
+    """Is it the name of one of the plugin's queues (own queues, lots, dead letters), of whatever namespace?"""
+    return isinstance(queue, str) and queue.startswith("capacity.")
 
 
 def own_queue_name(namespace: str, worker: str) -> str:
@@ -37,6 +44,11 @@ def node_lot(namespace: str, queue: str, node: str) -> str:
 def unknown_lot(namespace: str, queue: str) -> str:
     """The durable lot of ``queue`` for tasks that the worker which fetched them does not know."""
     return f"capacity.{_part(namespace)}.unknown.{queue}"
+
+
+def later_lot(namespace: str, queue: str) -> str:
+    """The durable lot of ``queue`` for tasks that are not due, when the worker that fetched them holds enough."""
+    return f"capacity.{_part(namespace)}.later.{queue}"
 
 
 def unacked_name(namespace: str, worker: str) -> str:

@@ -7,9 +7,9 @@ In a Celery configuration every name has the prefix ``capacity_``; behind a name
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -29,6 +29,7 @@ from .naming import own_queue_name
 __all__ = ("OnRegistryError", "Settings", "WhenFull", "load_settings")
 
 _EXAMPLE_URLS = "sqlite:////var/lib/proj/capacity.db, redis://localhost:6379/1 or rediss://:password@host:6380/0"
+T = TypeVar("T")
 _LONGEST_SECONDS = 86_400.0
 _CACHED_QUEUES = 10_000
 
@@ -48,6 +49,8 @@ def _number(value: object) -> object:
 _Number = BeforeValidator(_number)
 _Seconds = Annotated[float, _Number, Field(gt=0, le=_LONGEST_SECONDS, allow_inf_nan=False)]
 _SECONDS = "a number of seconds above 0, at most 86400"
+_Limit = Annotated[int, _Number, Field(ge=0, le=1_000_000)]
+_LIMITS = "a mapping of queue names or wildcards to whole numbers from 0 to 1000000"
 #: Stands for a default that follows from another setting; the validator of the field puts it in.
 _FOLLOWS: Any = None
 
@@ -100,11 +103,27 @@ class Settings(BaseModel):
             " {'payments': 'refuse', '*': 'park'}",
         ),
     ] = "park"
+    worker_queues: Annotated[
+        dict[str, _Limit],
+        _about(
+            "How many tasks of a queue may run at once on one worker; for the queues that are not in it, as many as the"
+            " worker has slots. `0` = none.",
+            f"{_LIMITS}, such as {{'reports': 2, 'mail.*': 6}}",
+        ),
+    ] = {}
+    queue_limits: Annotated[
+        dict[str, _Limit],
+        _about(
+            "How many tasks of a queue may run at once over all workers together; no limit for the queues that are not"
+            " in it. `0` = none. `celery capacity limit` overrides it.",
+            f"{_LIMITS}, such as {{'reports': 4}}",
+        ),
+    ] = {}
     on_registry_error: Annotated[
         OnRegistryError,
         _about(
             "What becomes of a task while the registry cannot be reached: `park` sends it as plain Celery does,"
-            " `raise` raises `RegistryUnavailable`.",
+            " `raise` raises `RegistryUnavailable` (or `RegistryError`, if it answers with an error).",
             "'park' or 'raise'",
         ),
     ] = "park"
@@ -205,21 +224,20 @@ class Settings(BaseModel):
         """
         if isinstance(self.when_full, str):
             return self.when_full
-        if queue in self.when_full:
-            return self.when_full[queue]
-        for pattern, policy in self.when_full.items():
-            if pattern != "*" and fnmatchcase(queue, pattern):
-                return policy
-        return self.when_full.get("*", "park")
+        return _value_for(queue, self.when_full) or "park"
+
+    def limits_on_worker(self, queues: Iterable[str]) -> dict[str, int]:
+        """Of these queues those that have a limit on each worker, and the limit; names and wildcards as above."""
+        return _values_for(queues, self.worker_queues)
+
+    def limits_over_fleet(self, queues: Iterable[str]) -> dict[str, int]:
+        """Of these queues those that have a limit over all workers together, and the limit."""
+        return _values_for(queues, self.queue_limits)
 
     def _matches(self, queue: str) -> bool:
         if queue.startswith(own_queue_name(self.namespace, "")):
             return False
-        wanted = [pattern for pattern in self.queues if not pattern.startswith("!")]
-        unwanted = [pattern[1:] for pattern in self.queues if pattern.startswith("!")]
-        if not wanted and unwanted:
-            wanted = ["*"]
-        return _any_match(queue, wanted) and not _any_match(queue, unwanted)
+        return _selects(self.queues, queue)
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
         for name, value in super().__repr_args__():
@@ -252,6 +270,15 @@ class Settings(BaseModel):
         if "wait" in policies:
             raise ValueError("'wait' is not available yet")
         return dict(value) if isinstance(value, Mapping) else value
+
+    @field_validator("worker_queues", "queue_limits")
+    @classmethod
+    def _managed_only(cls, value: dict[str, int], info: ValidationInfo) -> dict[str, int]:
+        patterns = info.data.get("queues", ("*",))
+        for queue in value:
+            if not re.search(r"[*?\[]", queue) and not _selects(patterns, queue):
+                raise ValueError(f"queue {queue!r} is not selected by capacity_queues")
+        return value
 
     @field_validator("lapse_seconds", "heartbeat_seconds", "sweep_seconds", mode="before")
     @classmethod
@@ -329,6 +356,28 @@ def _explained(exc: ValidationError, found: Found) -> Iterator[ConfigurationErro
 def _takes(field: str) -> str:
     extra = Settings.model_fields[field].json_schema_extra
     return str(extra["takes"]) if isinstance(extra, dict) else ""
+
+
+def _selects(patterns: tuple[str, ...], queue: str) -> bool:
+    wanted = [pattern for pattern in patterns if not pattern.startswith("!")]
+    unwanted = [pattern[1:] for pattern in patterns if pattern.startswith("!")]
+    if not wanted and unwanted:
+        wanted = ["*"]
+    return _any_match(queue, wanted) and not _any_match(queue, unwanted)
+
+
+def _value_for(queue: str, values: Mapping[str, T]) -> T | None:
+    if queue in values:
+        return values[queue]
+    for pattern, value in values.items():
+        if pattern != "*" and fnmatchcase(queue, pattern):
+            return value
+    return values.get("*")
+
+
+def _values_for(queues: Iterable[str], values: Mapping[str, int]) -> dict[str, int]:
+    found = {queue: _value_for(queue, values) for queue in queues}
+    return {queue: value for queue, value in found.items() if value is not None}
 
 
 def _any_match(queue: str, patterns: list[str]) -> bool:

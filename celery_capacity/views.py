@@ -5,15 +5,19 @@ from __future__ import annotations
 from typing import TypedDict
 
 from .models import Census, Overview, QueueView, Reason, WorkerState, WorkerView
-from .naming import own_queue_name
+from .naming import node_lot, own_queue_name
 
 __all__ = (
     "ExplainDocument",
     "StatusDocument",
     "explain_document",
     "public_queues",
+    "public_views",
+    "queues_with_shares",
     "status_document",
     "summary",
+    "waiting_lots",
+    "what_waits",
     "why",
 )
 
@@ -63,6 +67,16 @@ class CandidateDocument(TypedDict):
     why: str
 
 
+class LotDocument(TypedDict):
+    """A lot beside its queue where tasks wait.  ``node`` is ``None`` unless they are pinned to one; ``served``: whether
+    a registered worker that serves the queue is of that node."""
+
+    name: str
+    queue: str
+    node: str | None
+    served: bool
+
+
 class ExplainDocument(TypedDict):
     """The form of ``celery capacity explain --json``.  ``free`` are slots of workers that could be chosen now."""
 
@@ -75,6 +89,7 @@ class ExplainDocument(TypedDict):
     limit: int | None
     held: int
     waiting: bool
+    lots: list[LotDocument]
     workers: list[CandidateDocument]
 
 
@@ -105,8 +120,9 @@ def status_document(overview: Overview) -> StatusDocument:
     }
 
 
-def explain_document(census: Census, namespace: str) -> ExplainDocument:
-    """For every worker whether it could be chosen, and if not, why."""
+def explain_document(census: Census, overview: Overview) -> ExplainDocument:
+    """For every worker whether it could be chosen, and if not, why; and the queue's lots where tasks wait."""
+    namespace = overview.namespace
     return {
         "namespace": namespace,
         "queue": census.queue,
@@ -117,6 +133,7 @@ def explain_document(census: Census, namespace: str) -> ExplainDocument:
         "limit": census.limit,
         "held": census.held,
         "waiting": census.waiting,
+        "lots": waiting_lots(overview, census.queue),
         "workers": [
             {
                 "name": worker.name,
@@ -133,10 +150,40 @@ def explain_document(census: Census, namespace: str) -> ExplainDocument:
     }
 
 
+def waiting_lots(overview: Overview, queue: str | None = None) -> list[LotDocument]:
+    """The lots beside their queues where tasks wait; of one queue, or of all."""
+    found: list[LotDocument] = []
+    for lot in overview.lots:
+        if lot.name == lot.queue or queue not in (None, lot.queue):
+            continue
+        prefix = node_lot(overview.namespace, lot.queue, "")
+        node = lot.name.removeprefix(prefix) if lot.name.startswith(prefix) else None
+        served = any(
+            lot.queue in worker.queues and node in (None, worker.node) and worker.state is not WorkerState.LAPSED
+            for worker in overview.workers
+        )
+        found.append({"name": lot.name, "queue": lot.queue, "node": node, "served": served})
+    return found
+
+
+def what_waits(lot: LotDocument) -> str:
+    """What the tasks in a lot wait for."""
+    if lot["node"] is None:
+        return "a worker that knows the task"
+    node = f"node {lot['node']!r}"
+    return node if lot["served"] else f"{node}: no worker of it is there"
+
+
 def public_queues(names: tuple[str, ...], namespace: str) -> list[str]:
     """The names without those of the plugin's own queues and lots."""
     internal = own_queue_name(namespace, "")
     return [name for name in names if not name.startswith(internal)]
+
+
+def queues_with_shares(worker: WorkerView, namespace: str) -> str:
+    """The queues of a worker; of those with a limit on it, what it holds and the limit: ``mail, reports 2/2``."""
+    shares = {share.queue: f" {share.held}/{share.limit}" for share in worker.shares}
+    return ", ".join(f"{name}{shares.get(name, '')}" for name in public_queues(worker.queues, namespace))
 
 
 def public_views(overview: Overview) -> list[QueueView]:
@@ -188,9 +235,14 @@ def why(worker: WorkerView, census: Census, namespace: str) -> str:
         Reason.OTHER_NODE: f"is on node {worker.node!r}, not {census.node!r}",
         Reason.UNKNOWN_TASK: f"task {census.task!r} is not registered there",
         Reason.LAPSED: f"gone: its last heartbeat was {worker.lease_age:.0f} s ago",
+        Reason.WORKER_LIMIT: f"has free slots, but not for this queue: {_share(worker, census.queue)} held on this worker",
         Reason.LIMIT: f"has free slots, but the queue is at its limit: {census.held} of {census.limit} held",
     }
     return sentences.get(worker.reason, f"{worker.reason.value}{detail}")
+
+
+def _share(worker: WorkerView, queue: str) -> str:
+    return next((f"{share.held} of {share.limit}" for share in worker.shares if share.queue == queue), "all")
 
 
 def detail(worker: WorkerView) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from kombu import Connection
 
-from ..naming import node_lot, own_queue_name, unknown_lot
+from ..naming import later_lot, node_lot, own_queue_name, unknown_lot
 from ..registry import mask_url, open_registry
 from .errors import DemoFailed
 from .plan import NODES, WORKERS
@@ -122,6 +122,7 @@ class Place:
         names = [
             self.queue,
             unknown_lot(self.namespace, self.queue),
+            later_lot(self.namespace, self.queue),
             *(own_queue_name(self.namespace, worker) for worker in WORKERS),
             *(node_lot(self.namespace, self.queue, node) for node in NODES),
         ]

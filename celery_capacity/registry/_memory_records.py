@@ -12,6 +12,7 @@ __all__ = (
     "FULL",
     "LAPSED",
     "LATE",
+    "LIMITED",
     "READY",
     "REASONS",
     "UNKNOWN",
@@ -20,13 +21,22 @@ __all__ = (
     "Held",
     "Mark",
     "Queue",
+    "Share",
     "Worker",
 )
 
 #: What time, drains and counts say of a worker: plain integers, since an Enum's hash is slow.  A worker that is in
-#: several of them has the last one.
-READY, FULL, UNKNOWN, DRAINING, LATE, LAPSED = range(6)
-REASONS = (None, Reason.FULL, Reason.UNKNOWN_CAPACITY, Reason.DRAINING, Reason.LATE, Reason.LAPSED)
+#: several of them has the last one.  It is LIMITED only for a queue, never as a whole.
+READY, LIMITED, FULL, UNKNOWN, DRAINING, LATE, LAPSED = range(7)
+REASONS = (
+    None,
+    Reason.WORKER_LIMIT,
+    Reason.FULL,
+    Reason.UNKNOWN_CAPACITY,
+    Reason.DRAINING,
+    Reason.LATE,
+    Reason.LAPSED,
+)
 
 
 class Group:
@@ -41,16 +51,27 @@ class Group:
 
 
 class Queue:
-    """One queue: its limit, what is held for it, its groups by node (``None`` = all) and its cursors."""
+    """One queue: its limits, what is held for it, its groups by node (``None`` = all) and its cursors."""
 
-    __slots__ = ("cursors", "groups", "held", "limit", "name")
+    __slots__ = ("cursors", "declared", "groups", "held", "limit", "name", "ordered")
 
     def __init__(self, name: str) -> None:
         self.name = name
+        #: The limit that holds: the one that was set (``ordered``), else the one that a worker declared.
         self.limit: int | None = None
+        self.ordered: int | None = None
+        self.declared: int | None = None
         self.held = 0
         self.groups: dict[str | None, dict[frozenset[str], Group]] = {}
         self.cursors: dict[tuple[str | None, str | None], str] = {}
+
+    def declare(self, limit: int | None) -> None:
+        self.declared = limit
+        self.limit = limit if self.ordered is None else self.ordered
+
+    def order(self, limit: int | None) -> None:
+        self.ordered = limit
+        self.declare(self.declared)
 
     @property
     def has_room(self) -> bool:
@@ -81,6 +102,7 @@ class Worker:
         "inherited_until",
         "name",
         "node",
+        "shares",
         "slots",
         "status",
     )
@@ -100,6 +122,21 @@ class Worker:
         #: Until then a reservation of an older registration of the name may be on its way to it.
         self.inherited_until = 0.0
         self.alarm_at = math.inf
+        #: Of the queues without a limit on this worker.
+        self.groups: tuple[Group, ...] = ()
+        #: The others.
+        self.shares = {queue: Share(limit) for queue, limit in advert.worker_queues.items()}
+
+
+class Share:
+    """What one worker holds for a queue that has a limit on this worker; its status there, and its groups."""
+
+    __slots__ = ("groups", "held", "limit", "status")
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.held = 0
+        self.status = UNKNOWN
         self.groups: tuple[Group, ...] = ()
 
 
@@ -121,12 +158,14 @@ class Held:
 class Mark:
     """Somebody has parked a task in a lot."""
 
-    __slots__ = ("parked_until", "queue", "version")
+    __slots__ = ("found_empty", "parked_until", "queue", "version")
 
     def __init__(self, queue: str) -> None:
         self.queue = queue
         self.version = 0
         self.parked_until = 0.0
+        #: Somebody has looked since, though a message may still be on its way.
+        self.found_empty = False
 
 
 class Gone:

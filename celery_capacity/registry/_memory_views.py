@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..models import Census, CounterTotal, Overview, QueueView, Reason, WorkerState, WorkerView
+from ..models import Census, CounterTotal, LotView, Overview, QueueView, Reason, Share, WorkerState, WorkerView
 from ._memory_records import DRAINING, FULL, LAPSED, LATE, READY, REASONS, UNKNOWN, Worker
 from ._memory_world import World
 
@@ -27,7 +27,7 @@ def census(world: World, now: float, queue: str, task: str | None, node: str | N
         _view(worker, now, world.why_not(worker, queue, task, node)) for _, worker in sorted(world.workers.items())
     )
     limit, held = (state.limit, state.held) if state is not None else (None, 0)
-    return Census(queue, task, node, views, limit, held, world.is_waiting(queue))
+    return Census(queue, task, node, views, limit, held, queue in world.marks.waiting())
 
 
 def overview(world: World, now: float, namespace: str) -> Overview:
@@ -36,14 +36,17 @@ def overview(world: World, now: float, namespace: str) -> Overview:
     for gone in world.gone.values():
         view = _view(gone.worker, now, Reason.LAPSED)
         views.append(replace(view, state=WorkerState.LAPSED, detail="gone, waits for clean-up"))
-    waiting = {mark.queue for mark in world.marks.values()}
+    waiting = world.marks.waiting()
     queues = []
     for name in sorted(world.queues.keys() | waiting):
         state = world.queues.get(name)
         limit, held = (state.limit, state.held) if state is not None else (None, 0)
         queues.append(QueueView(name, limit, held, name in waiting))
     counters = tuple(CounterTotal(*counter) for counter in sorted(world.counters.items()))
-    return Overview(namespace, tuple(sorted(views, key=lambda view: view.name)), tuple(queues), counters)
+    lots = tuple(
+        LotView(lot, mark.queue, mark.version) for lot, mark in sorted(world.marks.items()) if not mark.found_empty
+    )
+    return Overview(namespace, tuple(sorted(views, key=lambda view: view.name)), tuple(queues), counters, lots)
 
 
 def _view(worker: Worker, now: float, reason: Reason | None) -> WorkerView:
@@ -62,4 +65,5 @@ def _view(worker: Worker, now: float, reason: Reason | None) -> WorkerView:
         lease_age=now - worker.beat,
         host=advert.host,
         pid=advert.pid,
+        shares=tuple(Share(name, share.held, share.limit) for name, share in sorted(worker.shares.items())),
     )

@@ -5,7 +5,8 @@ Nothing here takes the lock; :mod:`.memory` does, around whole operations.
 The cost of a choice must not grow with the fleet, so nothing here ever walks over the workers to choose one.  A
 worker has one *status*, and for each queue it serves it is a member of two *groups*: one of all nodes and one
 of its own node, each for one set of task names (a capability class).  A group keeps the names of its ready
-members in order, and counts the others by status; both change only when a worker's status does.
+members in order, and counts the others by status; both change only when a worker's status does.  For a queue that has
+a limit on the worker there is a *share*, with a status of its own that follows the worker's.
 """
 
 from __future__ import annotations
@@ -17,21 +18,23 @@ from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 from threading import Lock
 
-from ..errors import RegistryError
 from ..models import Demand, Reason, Slot, StoreCounter
+from ._memory_fork import Disowned
+from ._memory_marks import Marks
 from ._memory_records import (
     DRAINING,
     FULL,
     LAPSED,
     LATE,
+    LIMITED,
     READY,
     REASONS,
     UNKNOWN,
     Gone,
     Group,
     Held,
-    Mark,
     Queue,
+    Share,
     Worker,
 )
 
@@ -41,34 +44,17 @@ __all__ = ("World",)
 _COMPACT_AT = 1024
 
 
-class _Disowned:
-    """Stands in for the lock of a world that was copied by a fork: nothing can be done with it any more.
-
-    The copy would give out slots that the parent gives out as well; and its real lock may be held for ever by a
-    thread that exists in the parent only.
-    """
-
-    def __enter__(self) -> bool:
-        raise RegistryError(
-            "memory:// is for one process only, and this process was forked from the one that has it; "
-            "use sqlite:///path/to/file.db for the processes of one machine, or redis:// for a fleet"
-        )
-
-    def __exit__(self, *exc_info: object) -> None: ...
-
-
 class World:
     """All state of one namespace.  Its clock is the store's clock."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.clock = clock
-        self.lock: Lock | _Disowned = Lock()
+        self.lock: Lock | Disowned = Lock()
         self.epoch = 0
-        self.mark_version = 0
         self.workers: dict[str, Worker] = {}
         self.gone: dict[str, Gone] = {}
         self.queues: dict[str, Queue] = {}
-        self.marks: dict[str, Mark] = {}
+        self.marks = Marks()
         self.slots: dict[str, Held] = {}
         self.counters: Counter[str] = Counter()
         #: How many, and until when they are remembered.
@@ -83,7 +69,7 @@ class World:
 
     def disown(self) -> None:
         """This process is a forked child: every operation raises from now on."""
-        self.lock = _Disowned()
+        self.lock = Disowned()
 
     # -- time --------------------------------------------------------------------------------------------
 
@@ -111,14 +97,6 @@ class World:
 
     def count(self, what: StoreCounter, n: int = 1) -> None:
         self.counters[what.value] += n
-
-    def still_waiting(self, lot: str, version: int, now: float) -> bool:
-        """Compare and clear the mark of a lot that was found empty."""
-        mark = self.marks.get(lot)
-        if mark is not None and mark.version == version and now >= mark.parked_until:
-            del self.marks[lot]
-            return False
-        return mark is not None
 
     def strike(self, key: str, ttl_seconds: float, now: float) -> int:
         """Count one more for ``key``; with 0 seconds, forget it."""
@@ -151,12 +129,18 @@ class World:
         self.workers[worker.name] = worker
         tasks = worker.advert.tasks
         for name in dict.fromkeys(worker.advert.queues):
-            groups = self.queue(name).groups
-            for node in (None, worker.node):
-                by_class = groups.setdefault(node, {})
-                worker.groups += (by_class.setdefault(tasks, Group(tasks)),)
-        for group in worker.groups:
-            group.counts[worker.status] += 1
+            queue = self.queue(name)
+            queue.declare(worker.advert.queue_limits.get(name))
+            joined = tuple(
+                queue.groups.setdefault(node, {}).setdefault(tasks, Group(tasks)) for node in (None, worker.node)
+            )
+            share = worker.shares.get(name)
+            if share is None:
+                worker.groups += joined
+            else:
+                share.groups = joined
+            for group in joined:
+                group.counts[worker.status] += 1
         self.refresh(worker, now)
 
     def withdraw(self, worker: Worker) -> None:
@@ -165,9 +149,11 @@ class World:
             self.give_back(held)
         if worker.status == READY:
             self._set_status(worker, UNKNOWN)
-        for group in worker.groups:
-            group.counts[worker.status] -= 1
-        worker.groups = ()
+        members: tuple[Worker | Share, ...] = (worker, *worker.shares.values())
+        for member in members:
+            for group in member.groups:
+                group.counts[member.status] -= 1
+            member.groups = ()
         del self.workers[worker.name]
         for name in dict.fromkeys(worker.advert.queues):
             queue = self.queues[name]
@@ -221,11 +207,22 @@ class World:
             self._set_status(worker, status)
         self._set_alarm(worker, now)
 
+    def _set_status(self, worker: Worker, status: int) -> None:
+        self._move(worker.name, worker, status)
+        for share in worker.shares.values():
+            self._refresh_share(worker, share)
+
+    def _refresh_share(self, worker: Worker, share: Share) -> None:
+        limited = worker.status == READY and share.held >= share.limit
+        status = LIMITED if limited else worker.status
+        if status != share.status:
+            self._move(worker.name, share, status)
+
     @staticmethod
-    def _set_status(worker: Worker, status: int) -> None:
-        name, old = worker.name, worker.status
-        worker.status = status
-        for group in worker.groups:
+    def _move(name: str, member: Worker | Share, status: int) -> None:
+        old = member.status
+        member.status = status
+        for group in member.groups:
             group.counts[old] -= 1
             group.counts[status] += 1
             if old == READY:
@@ -267,6 +264,9 @@ class World:
             return Reason.OTHER_NODE
         if worker.status != READY:
             return REASONS[worker.status]
+        share = worker.shares.get(queue)
+        if share is not None and share.status != READY:
+            return REASONS[share.status]
         return None if self.queues[queue].has_room else Reason.LIMIT
 
     def claim(
@@ -297,6 +297,8 @@ class World:
         slots = worker.slots
         self.slots[token] = slots[token] = held
         queue.held += 1
+        if worker.shares:
+            self._count_share(worker, queue, 1)
         if len(slots) >= worker.capacity:  # type: ignore[operator]  # a ready worker's capacity is known
             self._set_status(worker, FULL)
         return Slot(
@@ -312,7 +314,26 @@ class World:
         self.slots[slot.token] = worker.slots[slot.token] = held
         worker.committed += 1
         queue.held += 1
+        self._count_share(worker, queue, 1)
         return True
+
+    def _count_share(self, worker: Worker, queue: Queue, n: int) -> None:
+        share = worker.shares.get(queue.name)
+        if share is not None:
+            share.held += n
+            self._refresh_share(worker, share)
+
+    def make_room(self, worker: Worker, restored: int) -> None:
+        """Where what was put back has no room, push out as many reservations, the latest first."""
+        if worker.capacity is None:
+            return
+        surplus = max(0, min(restored, len(worker.slots) - worker.capacity))
+        # At equal deadlines the one that was made last.
+        reserved = [held for held in reversed(worker.slots.values()) if held.committed_at is None]
+        for held in sorted(reserved, key=lambda held: -held.deadline)[:surplus]:
+            # Its message may still be on its way.
+            worker.inherited_until = max(worker.inherited_until, held.deadline)
+            self.give_back(held)
 
     def commit(self, held: Held, now: float) -> None:
         held.committed_at = now
@@ -330,6 +351,8 @@ class World:
             self._close_deadline(held)
         else:
             worker.committed -= 1
+        if worker.shares:
+            self._count_share(worker, queue, -1)
         if worker.status == FULL and len(slots) < worker.capacity:  # type: ignore[operator]
             self._set_status(worker, READY)
         if not queue.held and not queue.groups:
@@ -344,7 +367,7 @@ class World:
             heapify(self.deadlines)
             self._closed_deadlines = 0
 
-    # -- queues and lots ---------------------------------------------------------------------------------
+    # -- queues ------------------------------------------------------------------------------------------
 
     def queue(self, name: str) -> Queue:
         queue = self.queues.get(name)
@@ -353,17 +376,8 @@ class World:
         return queue
 
     def drop_if_idle(self, queue: Queue) -> None:
-        if not queue.held and not queue.groups and queue.limit is None:
-            self.queues.pop(queue.name, None)
-
-    def mark(self, lot: str, queue: str, until: float) -> None:
-        """Somebody parks.  Versions are never used twice, so an answer to an older mark cannot clear a newer one."""
-        mark = self.marks.get(lot)
-        if mark is None:
-            mark = self.marks[lot] = Mark(queue)
-        self.mark_version += 1
-        mark.version = self.mark_version
-        mark.parked_until = max(mark.parked_until, until)
-
-    def is_waiting(self, queue: str) -> bool:
-        return any(mark.queue == queue for mark in self.marks.values())
+        if not queue.groups:
+            # What workers have declared holds as long as there are any.
+            queue.declare(None)
+            if not queue.held and queue.ordered is None:
+                self.queues.pop(queue.name, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -136,9 +137,11 @@ def opener_of(url: str, timeout_seconds: float) -> Opener:
         _check_database(urlsplit(f"{base}://{rest}").path.strip("/"))
         options = _options(f"{base}://{rest}", timeout_seconds)
         return _Server(options.pop("connection_class", Connection), options)
-    except (ValueError, TypeError, redis.RedisError):
-        # The original error may show the password.
-        raise ConfigurationError("capacity_registry", mask_url(url), f"a URL like {_EXPECTED[kind]}") from None
+    except (ValueError, TypeError, redis.RedisError) as exc:
+        # The original error may show the password; of what Python says of an argument only the name is taken.
+        unknown = re.search(r"unexpected keyword argument '(\w+)'", str(exc))
+        hint = f" (the driver has no option {unknown[1]!r})" if unknown else ""
+        raise ConfigurationError("capacity_registry", mask_url(url), f"a URL like {_EXPECTED[kind]}{hint}") from None
 
 
 def _options(url: str, timeout_seconds: float) -> dict[str, Any]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from typing import Any
 
-from ..models import Census, CounterTotal, Overview, QueueView, Reason, WorkerState, WorkerView
+from ..models import Census, CounterTotal, LotView, Overview, QueueView, Reason, Share, WorkerState, WorkerView
 
 __all__ = ("census", "overview")
 
+#: What stands before the queue in a mark.
+_MARK = re.compile(rb"(\d+) \d+ ")
 _STATES = {
     b"LAPSED": WorkerState.LAPSED,
     b"LATE": WorkerState.LATE,
@@ -28,12 +31,24 @@ def census(reply: list[Any], queue: str, task: str | None, node: str | None) -> 
 
 def overview(reply: list[Any], namespace: str) -> Overview:
     """Of the reply of ``overview.lua``."""
-    now, queues, workers, gone, counters = reply
+    now, queues, workers, gone, counters, marks = reply
     views = [_worker(fields, now) for fields in workers]
     views += [_gone(fields, now) for fields in gone]
     shown = sorted((_queue(fields) for fields in queues), key=lambda queue: queue.name)
-    totals = [CounterTotal(name.decode(), int(n)) for name, n in zip(counters[::2], counters[1::2], strict=True)]
-    return Overview(namespace, _in_name_order(views), tuple(shown), tuple(sorted(totals)))
+    totals = [CounterTotal(name.decode(), int(n)) for name, n in _pairs(counters)]
+    lots = sorted(
+        (
+            LotView(lot.decode(), mark[parts.end() :].decode(), int(parts[1]))
+            for lot, mark in _pairs(marks)
+            if (parts := _MARK.match(mark))  # not of one that was found empty
+        ),
+        key=lambda lot: lot.name,
+    )
+    return Overview(namespace, _in_name_order(views), tuple(shown), tuple(sorted(totals)), tuple(lots))
+
+
+def _pairs(reply: list[Any]) -> Iterable[tuple[bytes, bytes]]:
+    return zip(reply[::2], reply[1::2], strict=True)
 
 
 def _in_name_order(views: Iterable[WorkerView]) -> tuple[WorkerView, ...]:
@@ -46,8 +61,8 @@ def _queue(fields: list[Any]) -> QueueView:
 
 
 def _worker(fields: list[Any], now: int) -> WorkerView:
-    epoch, node, capacity, held, late_at, _, drain, _, _, committed, queues, lease, host, pid, *shown = fields
-    name, condition, reason = shown
+    epoch, node, capacity, held, late_at, _, drain, _, _, _, committed, queues, lease, host, pid, *shown = fields
+    name, condition, reason, *shares = shown
     return WorkerView(
         name=name.decode(),
         node=node.decode(),
@@ -62,6 +77,10 @@ def _worker(fields: list[Any], now: int) -> WorkerView:
         lease_age=(now - int(late_at) + int(lease)) / 1e6,
         host=host.decode(),
         pid=int(pid),
+        shares=tuple(
+            Share(queue.decode(), held, limit)
+            for queue, held, limit in sorted(zip(shares[::3], shares[1::3], shares[2::3], strict=True))
+        ),
     )
 
 

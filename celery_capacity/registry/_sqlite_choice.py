@@ -53,6 +53,8 @@ _MOVE_CURSOR = """
 _KNOWS_TASK = "SELECT 1 FROM class_task WHERE class = :class AND task = :task"
 _NO_ROOM = "SELECT 1 FROM queue WHERE ns = :ns AND name = :queue AND held >= maximum"
 
+_SHARE_TAKEN = "SELECT 1 FROM seat WHERE worker = :id AND queue = :queue AND held >= maximum"
+
 _SERVED = """
     SELECT 1 FROM seat s JOIN worker w ON w.id = s.worker
      WHERE s.ns = :ns AND s.queue = :queue AND :now - w.beat < w.lapse_seconds LIMIT 1
@@ -68,7 +70,7 @@ _MATCHING_ON_NODE = _MATCHING.format(columns=WORKER_COLUMNS, on_node="AND s.node
 _ANY_CLASS = f"SELECT 1 FROM ({_CLASSES}) LIMIT 1"
 
 #: Of several true reasons the one that helps most.
-_MOST_USEFUL = (Reason.FULL, Reason.DRAINING, Reason.UNKNOWN_CAPACITY, Reason.LATE, Reason.LAPSED)
+_MOST_USEFUL = (Reason.FULL, Reason.WORKER_LIMIT, Reason.DRAINING, Reason.UNKNOWN_CAPACITY, Reason.LATE, Reason.LAPSED)
 
 
 def condition(worker: WorkerRow, now: float) -> Reason | None:
@@ -103,9 +105,11 @@ def why_not(
     if node is not None and node != worker.node:
         return Reason.OTHER_NODE
     reason = condition(worker, tx.now)
-    if reason is None and tx.one(_NO_ROOM, {"ns": tx.ns, "queue": queue}):
-        return Reason.LIMIT
-    return reason
+    if reason is not None:
+        return reason
+    if tx.one(_SHARE_TAKEN, {"id": worker.id, "queue": queue}):
+        return Reason.WORKER_LIMIT
+    return Reason.LIMIT if tx.one(_NO_ROOM, {"ns": tx.ns, "queue": queue}) else None
 
 
 def choose(tx: Transaction, demand: Demand) -> WorkerRow | None:
@@ -148,10 +152,12 @@ def why_nobody(tx: Transaction, demand: Demand) -> Reason:
         return Reason.LIMIT
     reasons = set()
     for row in tx.execute(_MATCHING_ANYWHERE if demand.node is None else _MATCHING_ON_NODE, asked):
-        reason = condition(WorkerRow(*row), tx.now)
+        worker = WorkerRow(*row)
+        reason = condition(worker, tx.now)
         if reason is _MOST_USEFUL[0]:
             return reason  # usually at the first one: the fleet is full
-        reasons.add(reason)
+        # Nothing else keeps a worker from being chosen.
+        reasons.add(reason or Reason.WORKER_LIMIT)
     for reason in _MOST_USEFUL:
         if reason in reasons:
             return reason

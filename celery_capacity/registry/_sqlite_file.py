@@ -19,7 +19,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from itertools import count
 from typing import Any, NoReturn, TypeVar
 from weakref import WeakSet
@@ -40,6 +40,11 @@ _MINIMUM_SQLITE = (3, 31, 0)
 #: Python 3.10 does not tell the code.
 _LOCKED = ("database is locked", "database table is locked", "locking protocol")
 _UNREACHABLE = (*_LOCKED, "unable to open database file", "disk I/O error")
+#: An operation changes a few short rows, each on a page of its own, and every such page is written to the log whole and
+#: synced with it.  A quarter of SQLite's usual page makes a reserve and cancel 1.4 to 1.7 times as fast on a disk.
+_PAGE_BYTES = 1024
+#: What the log may grow to before it is written back.  SQLite's usual size; counted in pages, it would be a quarter of it.
+_LOG_BYTES = 4096 * 1000
 _DAMAGED = ("file is not a database", "database disk image is malformed")
 
 
@@ -100,21 +105,17 @@ class DatabaseFile:
 
     # -- transactions ------------------------------------------------------------------------------------
 
-    @contextmanager
-    def write(self) -> Iterator[Transaction]:
+    def write(self) -> AbstractContextManager[Transaction]:
         """A transaction of its own that may write.  Nobody else writes meanwhile.
 
         :raises RegistryUnavailable: others had the file for too long, or it could not be opened.
         :raises RegistryError: SQLite said no.
         """
-        with self._transaction(writes=True) as transaction:
-            yield transaction
+        return self._transaction(writes=True)
 
-    @contextmanager
-    def read(self) -> Iterator[Transaction]:
+    def read(self) -> AbstractContextManager[Transaction]:
         """A transaction that only reads, and waits for no writer of another process."""
-        with self._transaction(writes=False) as transaction:
-            yield transaction
+        return self._transaction(writes=False)
 
     @contextmanager
     def _transaction(self, *, writes: bool) -> Iterator[Transaction]:
@@ -214,6 +215,8 @@ class DatabaseFile:
         return connection
 
     def _prepare(self, connection: sqlite3.Connection) -> None:
+        # Of a new file; one that is there keeps its own.
+        connection.execute(f"PRAGMA page_size = {_PAGE_BYTES}")
         (mode,) = connection.execute("PRAGMA journal_mode = WAL").fetchone()
         if mode != "wal":
             raise RegistryError(f"{self.path} cannot be used by several processes: it must be on a local disk")
@@ -221,6 +224,7 @@ class DatabaseFile:
         # the file's consistency: after the reboot no worker of this machine is left anyway, and each says anew what
         # it holds.  Syncing at every commit would cost a disk's latency for each slot.
         connection.execute("PRAGMA synchronous = NORMAL")
+        connection.execute(f"PRAGMA wal_autocheckpoint = {_LOG_BYTES // _PAGE_BYTES}")
         connection.execute("BEGIN IMMEDIATE")
         try:
             self._check_schema(connection)
@@ -285,6 +289,14 @@ class DatabaseFile:
         with self._mutex:
             self._drop_connection()
             self._flock.close()
+
+    def __del__(self) -> None:
+        # An app that is dropped takes its registry along; Python closes neither the lock files nor, without a warning,
+        # the database.
+        if self.__dict__.get("_flock") is not None:
+            self._flock.close()
+            if self._pid == os.getpid():
+                self._drop_connection()
 
     def _drop_connection(self) -> None:
         connection, self._connection = self._connection, None

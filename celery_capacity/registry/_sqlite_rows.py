@@ -87,9 +87,14 @@ _ADD_WORKER = """
             :host, :pid, :queues)
 """
 _ADD_SEAT = """
-    INSERT INTO seat (worker, queue, ns, class, node, name, open)
-    SELECT id, :queue, ns, class, node, name, open FROM worker WHERE id = :id
+    INSERT INTO seat (worker, queue, ns, class, node, name, open, maximum)
+    SELECT id, :queue, ns, class, node, name, open AND :maximum IS NOT 0, :maximum FROM worker WHERE id = :id
 """
+_DECLARE = """
+    INSERT INTO queue (ns, name, declared) VALUES (:ns, :queue, :limit)
+        ON CONFLICT (ns, name) DO UPDATE SET declared = excluded.declared
+"""
+_DECLARE_NONE = "UPDATE queue SET declared = NULL WHERE ns = :ns AND name = :queue AND declared IS NOT NULL"
 _FREE_ALL = "DELETE FROM slot WHERE worker = :id"
 _DROP_SEATS = "DELETE FROM seat WHERE worker = :id"
 _DROP_WORKER = "DELETE FROM worker WHERE id = :id"
@@ -172,7 +177,9 @@ def enroll(tx: Transaction, advert: Advert, epoch: int, inherited_until: float) 
     ).lastrowid
     assert worker is not None
     for queue in dict.fromkeys(advert.queues):
-        tx.execute(_ADD_SEAT, {"id": worker, "queue": queue})
+        tx.execute(_ADD_SEAT, {"id": worker, "queue": queue, "maximum": advert.worker_queues.get(queue)})
+        limit = advert.queue_limits.get(queue)
+        tx.execute(_DECLARE_NONE if limit is None else _DECLARE, {"ns": tx.ns, "queue": queue, "limit": limit})
     return worker
 
 
@@ -218,6 +225,13 @@ _ADD_SLOT = """
     INSERT INTO slot (ns, token, worker, queue, deadline, committed_at)
     VALUES (:ns, :token, :worker, :queue, :deadline, :committed_at)
 """
+# No capacity: nothing is too much.
+_TOO_MANY = """
+    SELECT token, deadline FROM slot WHERE worker = :id AND deadline IS NOT NULL
+     ORDER BY deadline DESC, token DESC
+     LIMIT (SELECT coalesce(max(0, min(:restored, held - capacity)), 0) FROM worker WHERE id = :id)
+"""
+_INHERIT = "UPDATE worker SET inherited_until = max(inherited_until, :deadline) WHERE id = :id"
 _FREE = "DELETE FROM slot WHERE ns = :ns AND token = :token"
 _DUE = """
     SELECT s.token, w.name FROM slot s JOIN worker w ON w.id = s.worker
@@ -273,6 +287,14 @@ def put_back(tx: Transaction, worker: int, slot: Slot) -> bool:
     return True
 
 
+def make_room(tx: Transaction, worker: int, restored: int) -> None:
+    """Where what was put back has no room, push out as many reservations, the latest first."""
+    for token, deadline in tx.execute(_TOO_MANY, {"id": worker, "restored": restored}).fetchall():
+        # Its message may still be on its way.
+        tx.execute(_INHERIT, {"id": worker, "deadline": deadline})
+        free(tx, token)
+
+
 def free(tx: Transaction, token: str) -> None:
     """The slot is free again, for whoever comes next."""
     tx.execute(_FREE, {"ns": tx.ns, "token": token})
@@ -319,9 +341,10 @@ _SET_MARK = """
     INSERT INTO mark (ns, lot, queue, version, parked_until)
     VALUES (:ns, :lot, :queue, (SELECT mark FROM namespace WHERE id = :ns), :until)
         ON CONFLICT (ns, lot) DO UPDATE
-            SET version = excluded.version, parked_until = max(parked_until, excluded.parked_until)
+            SET version = excluded.version, parked_until = max(parked_until, excluded.parked_until), empty = 0
 """
 _CLEAR_MARK = "DELETE FROM mark WHERE ns = :ns AND lot = :lot AND version = :version AND parked_until <= :now"
+_FOUND_EMPTY = "UPDATE mark SET empty = 1 WHERE ns = :ns AND lot = :lot AND version = :version AND empty = 0"
 
 
 def park(tx: Transaction, lot: str, demand: Demand) -> None:
@@ -332,4 +355,6 @@ def park(tx: Transaction, lot: str, demand: Demand) -> None:
 
 def clear_mark(tx: Transaction, lot: str, version: int) -> None:
     """The lot was found empty by a claim that saw this version: clear the mark unless it may not be true any more."""
-    tx.execute(_CLEAR_MARK, {"ns": tx.ns, "lot": lot, "version": version, "now": tx.now})
+    asked = {"ns": tx.ns, "lot": lot, "version": version, "now": tx.now}
+    tx.execute(_CLEAR_MARK, asked)
+    tx.execute(_FOUND_EMPTY, asked)

@@ -1,7 +1,7 @@
 """What a registry's SQLite file looks like.
 
-``slot`` is the truth: one row for each slot that is held.  ``worker.held``, ``queue.held`` and ``seat.open`` are derived
-from it by triggers, inside the very statement that changes it, so that no code path can forget them.
+``slot`` is the truth: one row for each slot that is held.  ``worker.held``, ``queue.held``, ``seat.held`` and ``seat.open``
+are derived from it by triggers, inside the very statement that changes it, so that no code path can forget them.
 
 Instants are seconds on the store's clock, durations are seconds.
 """
@@ -13,7 +13,7 @@ __all__ = ("APPLICATION_ID", "SCHEMA", "VERSION")
 #: Tells our files from other people's (PRAGMA application_id); it reads "cCap".
 APPLICATION_ID = 0x63436170
 #: PRAGMA user_version.  Raise it with every change of the schema that an older release would not understand.
-VERSION = 3
+VERSION = 4
 
 SCHEMA = (
     # How far the store's clock is ahead of the machine's monotonic one since this boot.  One row at most.
@@ -60,7 +60,8 @@ SCHEMA = (
     "CREATE INDEX worker_class ON worker (class)",
     # Drains that end by themselves.  Usually empty, so that looking whether one is due costs nothing.
     "CREATE INDEX worker_drained ON worker (ns, drain_until) WHERE drain_until IS NOT NULL",
-    # One row for each queue that a worker serves.  open follows worker.open.
+    # One row for each queue that a worker serves.  maximum: the limit of the queue on this worker, NULL = none; held is
+    # only kept where there is one.  open: worker.open, and room below the maximum.
     """
     CREATE TABLE seat (
         worker INTEGER NOT NULL,
@@ -70,6 +71,8 @@ SCHEMA = (
         node TEXT NOT NULL,
         name TEXT NOT NULL,
         open INTEGER NOT NULL,
+        maximum INTEGER,
+        held INTEGER NOT NULL DEFAULT 0,
         PRIMARY KEY (worker, queue)
     ) WITHOUT ROWID
     """,
@@ -100,12 +103,15 @@ SCHEMA = (
         PRIMARY KEY (ns, queue, task, node)
     ) WITHOUT ROWID
     """,
-    # A limit (NULL = none) and what is held for the queue; a row only while there is something to say.
+    # Limits (NULL = none) and what is held for the queue; a row only while there is something to say.  ordered: set by
+    # hand; declared: by the latest registration that serves the queue.
     """
     CREATE TABLE queue (
         ns INTEGER NOT NULL,
         name TEXT NOT NULL,
-        maximum INTEGER,
+        ordered INTEGER,
+        declared INTEGER,
+        maximum INTEGER GENERATED ALWAYS AS (coalesce(ordered, declared)),
         held INTEGER NOT NULL DEFAULT 0,
         PRIMARY KEY (ns, name)
     ) WITHOUT ROWID
@@ -125,7 +131,8 @@ SCHEMA = (
     """,
     "CREATE INDEX slot_worker ON slot (worker)",
     "CREATE INDEX slot_deadline ON slot (ns, deadline) WHERE deadline IS NOT NULL",
-    # Somebody has parked a task in this lot.  version: see namespace.mark.
+    # Somebody has parked a task in this lot.  version: see namespace.mark.  empty: it was found empty since, though a
+    # message may still be on its way.
     """
     CREATE TABLE mark (
         ns INTEGER NOT NULL,
@@ -133,6 +140,7 @@ SCHEMA = (
         queue TEXT NOT NULL,
         version INTEGER NOT NULL,
         parked_until REAL NOT NULL,
+        empty INTEGER NOT NULL DEFAULT 0,
         PRIMARY KEY (ns, lot)
     ) WITHOUT ROWID
     """,
@@ -176,13 +184,18 @@ SCHEMA = (
     """
     CREATE TRIGGER slot_taken AFTER INSERT ON slot BEGIN
         UPDATE worker SET held = held + 1 WHERE id = new.worker;
+        UPDATE seat SET held = held + 1, open = open AND held + 1 < maximum
+         WHERE worker = new.worker AND queue = new.queue AND maximum IS NOT NULL;
         INSERT INTO queue (ns, name, held) VALUES (new.ns, new.queue, 1)
             ON CONFLICT (ns, name) DO UPDATE SET held = held + 1;
     END
     """,
     """
     CREATE TRIGGER slot_freed AFTER DELETE ON slot BEGIN
+        UPDATE seat SET held = held - 1 WHERE worker = old.worker AND queue = old.queue AND maximum IS NOT NULL;
         UPDATE worker SET held = held - 1 WHERE id = old.worker;
+        UPDATE seat SET open = held < maximum AND (SELECT open FROM worker WHERE id = old.worker)
+         WHERE worker = old.worker AND queue = old.queue AND maximum IS NOT NULL;
         UPDATE queue SET held = held - 1 WHERE ns = old.ns AND name = old.queue;
     END
     """,
@@ -193,7 +206,7 @@ SCHEMA = (
     """,
     """
     CREATE TRIGGER worker_opens AFTER UPDATE OF held, late, drain, capacity ON worker WHEN new.open <> old.open BEGIN
-        UPDATE seat SET open = new.open WHERE worker = new.id;
+        UPDATE seat SET open = new.open AND (maximum IS NULL OR held < maximum) WHERE worker = new.id;
     END
     """,
     """
@@ -206,6 +219,9 @@ SCHEMA = (
     CREATE TRIGGER seat_removed AFTER DELETE ON seat BEGIN
         UPDATE pool SET workers = workers - 1 WHERE ns = old.ns AND queue = old.queue AND class = old.class;
         DELETE FROM pool WHERE ns = old.ns AND queue = old.queue AND class = old.class AND workers = 0;
+        UPDATE queue SET declared = NULL
+         WHERE ns = old.ns AND name = old.queue AND declared IS NOT NULL
+           AND NOT EXISTS (SELECT 1 FROM pool WHERE ns = old.ns AND queue = old.queue);
     END
     """,
 )

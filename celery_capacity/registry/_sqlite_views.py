@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from ..models import Census, CounterTotal, Overview, QueueView, Reason, WorkerState, WorkerView
+from ..models import Census, CounterTotal, LotView, Overview, QueueView, Reason, Share, WorkerState, WorkerView
 from ._sqlite_choice import condition, is_draining
 from ._sqlite_file import Transaction
 from ._sqlite_rows import WORKER_COLUMNS, WorkerRow
@@ -23,8 +23,11 @@ _HELD_BY_WORKER = _HELD.format(by="worker")
 _HELD_BY_QUEUE = _HELD.format(by="queue")
 _LIMITS = "SELECT name, maximum FROM queue WHERE ns = :ns AND maximum IS NOT NULL"
 _SERVED_QUEUES = "SELECT DISTINCT queue FROM pool WHERE ns = :ns"
+_SHARES = "SELECT worker, queue, maximum FROM seat WHERE ns = :ns AND maximum IS NOT NULL ORDER BY worker, queue"
+_HELD_BY_SHARE = _HELD.format(by="worker, queue")
 _COUNTERS = "SELECT name, total FROM counter WHERE ns = :ns ORDER BY name"
-_WAITING_QUEUES = "SELECT DISTINCT queue FROM mark WHERE ns = :ns"
+_WAITING_QUEUES = "SELECT DISTINCT queue FROM mark WHERE ns = :ns AND empty = 0"
+_LOTS = "SELECT lot, queue, version FROM mark WHERE ns = :ns AND empty = 0 ORDER BY lot"
 
 _STATES = {
     Reason.LAPSED: WorkerState.LAPSED,
@@ -48,19 +51,31 @@ def census(tx: Transaction, queue: str, task: str | None, node: str | None) -> C
             return Reason.UNKNOWN_TASK
         if node is not None and node != worker.node:
             return Reason.OTHER_NODE
-        return condition(worker, tx.now) or (None if has_room else Reason.LIMIT)
+        if unfit := condition(worker, tx.now):
+            return unfit
+        if any(share.queue == queue and share.held >= share.limit for share in shares.get(worker.id, ())):
+            return Reason.WORKER_LIMIT
+        return None if has_room else Reason.LIMIT
 
-    views = tuple(_view(tx, worker, committed, reason(worker)) for worker, committed in _workers(tx))
+    shares = _shares(tx)
+    views = tuple(
+        _view(tx, worker, committed, reason(worker), shares.get(worker.id, ())) for worker, committed in _workers(tx)
+    )
     return Census(queue, task, node, views, shown.limit, shown.held, shown.waiting)
 
 
 def overview(tx: Transaction, namespace: str) -> Overview:
     """All workers, gone ones too, all queues, and all counters."""
-    views = [_view(tx, worker, committed, condition(worker, tx.now)) for worker, committed in _workers(tx)]
+    shares = _shares(tx)
+    views = [
+        _view(tx, worker, committed, condition(worker, tx.now), shares.get(worker.id, ()))
+        for worker, committed in _workers(tx)
+    ]
     views += [_gone_view(tx, *row) for row in tx.execute(_GONE, {"ns": tx.ns})]
     views.sort(key=lambda shown: shown.name)
     counters = tuple(CounterTotal(*row) for row in tx.execute(_COUNTERS, {"ns": tx.ns}))
-    return Overview(namespace, tuple(views), tuple(_queues(tx)), counters)
+    lots = tuple(LotView(*row) for row in tx.execute(_LOTS, {"ns": tx.ns}))
+    return Overview(namespace, tuple(views), tuple(_queues(tx)), counters, lots)
 
 
 def _workers(tx: Transaction) -> list[tuple[WorkerRow, int]]:
@@ -74,6 +89,19 @@ def _workers(tx: Transaction) -> list[tuple[WorkerRow, int]]:
     return found
 
 
+def _shares(tx: Transaction) -> dict[int, tuple[Share, ...]]:
+    """By the row of the worker."""
+    limits = tx.execute(_SHARES, {"ns": tx.ns}).fetchall()
+    if not limits:
+        return {}
+    held = tx.execute(_HELD_BY_SHARE, {"ns": tx.ns, "now": tx.now})
+    counts = {(worker, queue): count for worker, queue, _, count in held}
+    found: dict[int, tuple[Share, ...]] = {}
+    for worker, queue, limit in limits:
+        found[worker] = (*found.get(worker, ()), Share(queue, counts.get((worker, queue), 0), limit))
+    return found
+
+
 def _queues(tx: Transaction) -> list[QueueView]:
     parameters: dict[str, Any] = {"ns": tx.ns, "now": tx.now}
     held = {name: count for name, _, count in tx.execute(_HELD_BY_QUEUE, parameters)}
@@ -84,7 +112,9 @@ def _queues(tx: Transaction) -> list[QueueView]:
     return [QueueView(name, limits.get(name), held.get(name, 0), name in waiting) for name in names]
 
 
-def _view(tx: Transaction, worker: WorkerRow, committed: int, reason: Reason | None) -> WorkerView:
+def _view(
+    tx: Transaction, worker: WorkerRow, committed: int, reason: Reason | None, shares: tuple[Share, ...]
+) -> WorkerView:
     state = condition(worker, tx.now)
     return WorkerView(
         name=worker.name,
@@ -100,6 +130,7 @@ def _view(tx: Transaction, worker: WorkerRow, committed: int, reason: Reason | N
         lease_age=tx.now - worker.beat,
         host=worker.host,
         pid=worker.pid,
+        shares=shares,
     )
 
 

@@ -42,8 +42,9 @@ class Registry(ABC):
     **Who may be chosen** (design, invariant 9; one derivation in each store, used by every operation that
     chooses or claims): the worker is registered, serves ``demand.queue``, has ``demand.task`` registered
     (if given), advertises exactly ``demand.node`` (if given), is not draining, its last heartbeat is
-    younger than its ``lease_seconds``, its capacity is known, and ``held < capacity``; and the queue's
-    limit, if one is set, is above what is held for the queue.
+    younger than its ``lease_seconds``, its capacity is known, and ``held < capacity``; what it holds for the queue
+    is below the queue's limit on this worker, if it has one; and the queue's limit over the fleet, if it has one, is
+    above what is held for the queue.
 
     A reservation whose deadline has passed no longer counts and can no longer be committed, from that very
     instant, whether or not a sweep has run.
@@ -81,6 +82,9 @@ class Registry(ABC):
     def restore(self, worker: str, epoch: int, slots: Iterable[Slot]) -> int:
         """Put back, as committed, slots that the worker holds and the registry lost; returns how many.
 
+        They run, so where the capacity has no room for them each pushes out a reservation of the worker, those with
+        the latest deadline first.  What was reserved is on its way and will ask anew; until its deadline the worker
+        is not :attr:`~celery_capacity.models.LapsedWorker.settled`.
         A token that is known already, or an epoch that is not current, changes nothing.
         """
 
@@ -119,8 +123,9 @@ class Registry(ABC):
         """Choose a worker and claim one of its slots, in one step.
 
         Rotation: the first eligible worker, in name order, after the last one chosen for the same (queue,
-        task, node), else the first of all.  A refusal moves no cursor and creates none; it sets the mark of
-        ``demand.park_lot`` if there is one and a live worker serves the queue.
+        task, node), else the first of all.  With ``demand.prefer_node`` it is as if the demand was pinned to that node,
+        if a worker of it can be chosen now; its turns are those of the pinned ones then.  A refusal moves no cursor and
+        creates none; it sets the mark of ``demand.park_lot`` if there is one and a live worker serves the queue.
         """
 
     def select_and_reserve_many(self, demands: Sequence[Demand]) -> list[Reservation | Refusal]:
@@ -190,9 +195,10 @@ class Registry(ABC):
 
     @abstractmethod
     def set_limit(self, queue: str, limit: int | None) -> None:
-        """At most ``limit`` slots are held for the queue over the fleet; ``None`` = no limit, 0 = paused.
+        """At most ``limit`` slots are held for the queue over the fleet, whatever the workers declare; 0 = paused.
 
-        Lowering takes nothing away.
+        ``None`` takes that back: what holds then is what the latest registration that serves the queue declares
+        (:attr:`~celery_capacity.models.Advert.queue_limits`), or no limit.  Lowering takes nothing away.
 
         :raises InvalidDemandError: if ``limit`` is not ``None`` or an integer from 0 up.
         """

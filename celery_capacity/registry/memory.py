@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from threading import Lock
 
-from ..errors import ConfigurationError, InvalidDemandError
+from ..errors import ConfigurationError
 from ..models import (
     Advert,
     Census,
@@ -28,9 +28,10 @@ from ..models import (
     StoreCounter,
     check_capacity,
     check_counts,
+    check_limit,
 )
 from . import _memory_views as views
-from ._memory_records import DRAINING, FULL, LAPSED, LATE, READY, REASONS, UNKNOWN, Worker
+from ._memory_records import DRAINING, FULL, LAPSED, LATE, LIMITED, READY, REASONS, UNKNOWN, Worker
 from ._memory_world import World
 from .contract import Registry, Reservation
 from .urls import mask_url
@@ -138,6 +139,7 @@ class MemoryRegistry(Registry):
             if current is None or current.epoch != epoch:
                 return 0
             restored = sum(world.put_back(current, slot, now) for slot in slots)
+            world.make_room(current, restored)
             world.refresh(current, now)
             return restored
 
@@ -193,7 +195,10 @@ class MemoryRegistry(Registry):
             now = world.tick()
             queue = world.queues.get(demand.queue)
             if queue is not None and (queue.limit is None or queue.held < queue.limit):
-                worker = world.choose(queue, demand.task, demand.node)
+                worker = None
+                if demand.prefer_node is not None and demand.node is None:
+                    worker = world.choose(queue, demand.task, demand.prefer_node)
+                worker = worker or world.choose(queue, demand.task, demand.node)
                 if worker is not None:
                     return Reservation(self, world.claim(worker, queue, now, demand, commit=False))
             return self._refuse(demand, self._why_nobody(demand), now)
@@ -221,7 +226,7 @@ class MemoryRegistry(Registry):
         if not queue.has_room:
             return Reason.LIMIT
         groups = queue.matching(demand.task, demand.node)
-        for status in (FULL, DRAINING, UNKNOWN, LATE, LAPSED):
+        for status in (FULL, LIMITED, DRAINING, UNKNOWN, LATE, LAPSED):
             if any(group.counts[status] for group in groups):
                 return REASONS[status] or Reason.NO_WORKER
         return Reason.OTHER_NODE if queue.matching(demand.task, None) else Reason.UNKNOWN_TASK
@@ -231,7 +236,7 @@ class MemoryRegistry(Registry):
         queue = world.queues.get(demand.queue)
         served = queue is not None and queue.served
         if served and demand.park_lot is not None:
-            world.mark(demand.park_lot, demand.queue, now + demand.ttl_seconds)
+            world.marks.park(demand.park_lot, demand.queue, now + demand.ttl_seconds)
         return Refusal(reason, served, detail)
 
     def claim_parked(self, worker: str, epoch: int, lots: Sequence[Lot], *, marked_only: bool = True) -> Slot | Refusal:
@@ -296,7 +301,7 @@ class MemoryRegistry(Registry):
                 lot = emptied.lot if emptied is not None else None
                 waiting = False
                 if emptied is not None and lot is not None:
-                    waiting = world.still_waiting(lot, emptied.mark, now)
+                    waiting = world.marks.still_waiting(lot, emptied.mark, now)
                 claim = self._claim_freed(worker, then, lot, now) if then is not None else None
                 return Released(ReleaseOutcome.RELEASED, claim, waiting)
             world.count(StoreCounter.STALE_REFUSED)
@@ -314,7 +319,7 @@ class MemoryRegistry(Registry):
 
     def found_empty(self, lot: str, mark: int) -> bool:
         with self._world.lock:
-            return self._world.still_waiting(lot, mark, self._world.tick())
+            return self._world.marks.still_waiting(lot, mark, self._world.tick())
 
     def strike(self, key: str, ttl_seconds: float) -> int:
         with self._world.lock:
@@ -335,13 +340,12 @@ class MemoryRegistry(Registry):
     # -- limits, clean-up, views -------------------------------------------------------------------------
 
     def set_limit(self, queue: str, limit: int | None) -> None:
-        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 0):
-            raise InvalidDemandError("limit", limit, "an integer from 0 up, or None for no limit")
+        check_limit(limit)
         world = self._world
         with world.lock:
             world.tick()
             state = world.queue(queue)
-            state.limit = limit
+            state.order(limit)
             world.drop_if_idle(state)
 
     def expire(self, cleaner: str, lease_seconds: float = 30.0) -> tuple[LapsedWorker, ...]:

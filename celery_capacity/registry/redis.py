@@ -8,7 +8,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ..errors import InvalidAdvertError, InvalidDemandError
+from ..errors import InvalidAdvertError
 from ..models import (
     Advert,
     Census,
@@ -27,6 +27,7 @@ from ..models import (
     Standing,
     check_capacity,
     check_counts,
+    check_limit,
 )
 from . import _redis_views as views
 from ._redis_client import Client, Script
@@ -37,7 +38,7 @@ __all__ = ("RedisRegistry",)
 
 logger = logging.getLogger(__name__)
 
-_SLOTS = ("_base", "_slots", "_settle")
+_SLOTS = ("_base", "_shares", "_slots", "_settle")
 _CLAIMS = (*_SLOTS, "_claims")
 _CHOICE = (*_CLAIMS, "_choice")
 _MEMBERS = (*_CHOICE, "_queues", "_members")
@@ -54,6 +55,7 @@ _RESERVE = Script(
     rarely=(
         "answer",
         "classes_of",
+        "count_share",
         "drop_entry",
         "next_after",
         "refuse",
@@ -139,6 +141,8 @@ class RedisRegistry(Registry):
             advert.host,
             advert.pid,
             json.dumps(queues, ensure_ascii=False),
+            _limits(advert.worker_queues),
+            _limits(advert.queue_limits),
             len(tasks),
             *tasks,
             *_pairs((slot.token, slot.queue) for slot in slots),
@@ -195,6 +199,7 @@ class RedisRegistry(Registry):
             _micros(demand.ttl_seconds),
             nonce,
             demand.park_lot or "",
+            demand.prefer_node or "",
         )
         if not reply[0]:
             return _refusal(reply)
@@ -267,8 +272,7 @@ class RedisRegistry(Registry):
     # -- limits, clean-up, views -------------------------------------------------------------------------
 
     def set_limit(self, queue: str, limit: int | None) -> None:
-        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 0):
-            raise InvalidDemandError("limit", limit, "an integer from 0 up, or None for no limit")
+        check_limit(limit)
         self._run(_SET_LIMIT, queue, _number(limit))
 
     def expire(self, cleaner: str, lease_seconds: float = 30.0) -> tuple[LapsedWorker, ...]:
@@ -327,6 +331,10 @@ _CENTURY = 3.2e9
 
 def _number(value: int | None) -> int | str:
     return "" if value is None else value
+
+
+def _limits(limits: Mapping[str, int]) -> str:
+    return json.dumps(dict(limits), ensure_ascii=False) if limits else ""
 
 
 def _optional(name: str | None) -> str:

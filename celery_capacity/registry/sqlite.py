@@ -6,9 +6,10 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from urllib.parse import unquote
 
-from ..errors import ConfigurationError, InvalidDemandError
+from ..errors import ConfigurationError
 from ..models import (
     Advert,
     Census,
@@ -28,6 +29,7 @@ from ..models import (
     StoreCounter,
     check_capacity,
     check_counts,
+    check_limit,
 )
 from . import _sqlite_rows as rows
 from . import _sqlite_views as views
@@ -51,8 +53,8 @@ _STRIKE = """
 """
 _MARK = "SELECT version FROM mark WHERE ns = :ns AND lot = :lot"
 _SET_LIMIT = """
-    INSERT INTO queue (ns, name, maximum) VALUES (:ns, :queue, :limit)
-        ON CONFLICT (ns, name) DO UPDATE SET maximum = excluded.maximum
+    INSERT INTO queue (ns, name, ordered) VALUES (:ns, :queue, :limit)
+        ON CONFLICT (ns, name) DO UPDATE SET ordered = excluded.ordered
 """
 _DROP_IDLE_QUEUE = "DELETE FROM queue WHERE ns = :ns AND name = :queue AND held = 0 AND maximum IS NULL"
 _LAPSED = "SELECT name FROM worker WHERE ns = :ns AND :now - beat >= lapse_seconds ORDER BY name"
@@ -139,7 +141,9 @@ class SQLiteRegistry(Registry):
             current = rows.find_worker(tx, worker)
             if current is None or current.epoch != epoch:
                 return 0
-            return sum(rows.put_back(tx, current.id, slot) for slot in slots)
+            restored = sum(rows.put_back(tx, current.id, slot) for slot in slots)
+            rows.make_room(tx, current.id, restored)
+            return restored
 
     def resize(self, worker: str, epoch: int, capacity: int | None) -> bool:
         check_capacity(capacity)
@@ -174,7 +178,10 @@ class SQLiteRegistry(Registry):
 
     def select_and_reserve(self, demand: Demand) -> Reservation | Refusal:
         with self._file.write() as tx:
-            worker = choose(tx, demand)
+            worker = None
+            if demand.prefer_node is not None and demand.node is None:
+                worker = choose(tx, replace(demand, node=demand.prefer_node))
+            worker = worker or choose(tx, demand)
             if worker is not None:
                 return Reservation(self, rows.take(tx, worker, demand.queue, demand, commit=False))
             if not is_served(tx, demand.queue):
@@ -310,8 +317,7 @@ class SQLiteRegistry(Registry):
     # -- limits, clean-up, views -------------------------------------------------------------------------
 
     def set_limit(self, queue: str, limit: int | None) -> None:
-        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 0):
-            raise InvalidDemandError("limit", limit, "an integer from 0 up, or None for no limit")
+        check_limit(limit)
         with self._file.write() as tx:
             asked = {"ns": tx.ns, "queue": queue, "limit": limit}
             tx.execute(_SET_LIMIT, asked)

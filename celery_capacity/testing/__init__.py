@@ -19,6 +19,7 @@ from ._choice import ChoiceContract
 from ._cleanup import CleanupContract
 from ._counters import CounterContract
 from ._crowd import CrowdContract
+from ._limits import LimitContract
 from ._lots import LotContract
 from ._slots import SlotContract
 from ._workers import WorkerContract
@@ -31,6 +32,7 @@ class RegistryContract(
     ChoiceContract,
     SlotContract,
     LotContract,
+    LimitContract,
     CleanupContract,
     CounterContract,
     CrowdContract,

@@ -15,7 +15,10 @@ __all__ = ("ContractBase", "OpenRegistry", "counters", "slots_held", "take", "vi
 
 # This module is imported before the others, so that their failing assertions show values.
 pytest.register_assert_rewrite(
-    *(f"{__package__}.{part}" for part in ("_choice", "_cleanup", "_counters", "_crowd", "_lots", "_slots", "_workers"))
+    *(
+        f"{__package__}.{part}"
+        for part in ("_choice", "_cleanup", "_counters", "_crowd", "_limits", "_lots", "_slots", "_workers")
+    )
 )
 
 OpenRegistry = Callable[[str], Registry]

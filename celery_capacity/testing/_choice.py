@@ -82,6 +82,31 @@ class ChoiceContract(ContractBase):
         assert self._chosen(registry, 8) == ["w1", "w2", "w3", "w4"] * 2
         assert self._chosen(registry, 3, task="build-1") == ["w2", "w4", "w2"]
 
+    def test_a_preferred_node_comes_first_and_any_other_next(self, registry: Registry) -> None:
+        for name, node in (("w1", "a"), ("w2", "b"), ("w3", "b"), ("w4", "c")):
+            registry.register(self.advert(name, node=node, capacity=2))
+        assert self._chosen(registry, 5, prefer_node="b") == ["w2", "w3", "w2", "w3", "w1"]
+        assert self._chosen(registry, 3, prefer_node="nowhere") == ["w4", "w1", "w4"]
+        assert refused(registry, self.demand(prefer_node="b")).reason is Reason.FULL
+
+    def test_a_preferred_node_means_nothing_to_a_pinned_demand(self, registry: Registry) -> None:
+        registry.register(self.advert("w1", node="a"))
+        registry.register(self.advert("w2", node="b"))
+        assert self._chosen(registry, 2, node="a", prefer_node="b") == ["w1", "w1"]
+        assert refused(registry, self.demand(node="a", prefer_node="b")).reason is Reason.FULL
+
+    def test_a_preferred_node_keeps_to_every_other_rule(self, registry: Registry) -> None:
+        registry.register(self.advert("w1", node="a"))
+        registry.register(self.advert("w2", node="b", tasks=frozenset({"u"})))
+        registry.register(self.advert("w3", node="c", queues=("r",)))
+        registry.register(self.advert("w4", node="d", worker_queues={"q": 0}))
+        registry.register(self.advert("w5", node="e"))
+        registry.drain("w5", "a test")
+        for node in "bcde":
+            slot = take(registry, self.demand(prefer_node=node))
+            assert slot.worker == "w1"
+            registry.cancel(slot.token)
+
     def test_refusals_and_counting_move_no_turn(self, registry: Registry) -> None:
         epochs = {name: registry.register(self.advert(name, capacity=1)) for name in ("w1", "w2", "w3")}
         for _ in range(2):

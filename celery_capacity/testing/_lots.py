@@ -58,6 +58,18 @@ class LotContract(ContractBase):
         assert unclaimed(registry.claim_parked("w1", epoch, [Q])) is Reason.NOT_WAITING
         assert claimed(registry.claim_parked("w1", epoch, [Q, NODE])).lot == NODE.name
 
+    def test_overview_shows_the_lots_where_tasks_wait(self, registry: Registry) -> None:
+        assert registry.overview().lots == ()
+        registry.register(self.advert("w1", queues=("q", "r"), capacity=0))
+        for lot in (Lot("r", "r"), NODE, Q):
+            self._park(registry, lot, ttl_seconds=SHORT_SECONDS / 10)
+        lots = registry.overview().lots
+        assert [(lot.name, lot.queue) for lot in lots] == sorted([("r", "r"), (NODE.name, NODE.queue), ("q", "q")])
+        self._advance(SHORT_SECONDS)
+        for shown in lots:
+            assert not registry.found_empty(shown.name, shown.mark), "its version is the one of the mark"
+        assert registry.overview().lots == ()
+
     def test_refused_claim_of_a_named_worker_sets_the_mark_too(self, registry: Registry) -> None:
         epoch = registry.register(self.advert("w1", capacity=0))
         assert isinstance(registry.reserve_worker("w1", epoch, self.demand(park_lot="q")), Refusal)
@@ -262,7 +274,7 @@ class LotContract(ContractBase):
             claim = claimed(registry.claim_parked("w1", epoch, [Q]))
             released = registry.release(claim.token, epoch, emptied=claim)
             assert released.outcome is ReleaseOutcome.RELEASED
-            assert released.waiting == queue_view(registry, "q").waiting
+            assert not queue_view(registry, "q").waiting, "nobody has parked since it was found empty"
             return not released.waiting
 
         self.wait_until(fetch_nothing)
@@ -279,7 +291,13 @@ class LotContract(ContractBase):
         released = registry.release(claim.token, epoch, then=Claim("w1", epoch, (Q,)), emptied=claim)
         assert (released.outcome, released.waiting) == (ReleaseOutcome.RELEASED, True)
         assert released.claim is None, "the lot that was just found empty is not claimed again at once"
+        assert not queue_view(registry, "q").waiting
+        assert registry.found_empty("q", claim.mark)
+        assert not registry.census("q").waiting
+        self._park(registry, ttl_seconds=LONG_SECONDS)
         assert queue_view(registry, "q").waiting
+        assert registry.found_empty("q", claim.mark), "somebody has parked since"
+        assert registry.census("q").waiting
         assert slots_held(registry) == 0
 
     def test_mark_that_was_seen_does_not_count_until_somebody_parks(self, registry: Registry) -> None:

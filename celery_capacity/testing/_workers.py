@@ -203,6 +203,30 @@ class WorkerContract(ContractBase):
         assert registry.release("lost", epoch).outcome is ReleaseOutcome.RELEASED
         assert take(registry, self.demand()).worker == "w1"
 
+    def test_what_is_restored_pushes_out_reservations(self, registry: Registry) -> None:
+        """It runs, and what is reserved has not arrived yet: no more is ever held than the capacity."""
+        epoch = registry.register(self.advert("w1", capacity=3))
+        first, second, third = (take(registry, self.demand()) for _ in range(3))
+        assert registry.commit(first.token, "w1", epoch) is CommitOutcome.COMMITTED
+        assert registry.restore("w1", epoch, [_slot("a")]) == 1
+        assert (view(registry, "w1").reserved, view(registry, "w1").committed) == (1, 2)
+        assert registry.commit(third.token, "w1", epoch) is CommitOutcome.GONE
+        assert registry.restore("w1", epoch, [_slot("b"), _slot("c")]) == 2
+        assert (view(registry, "w1").reserved, view(registry, "w1").committed) == (0, 4)
+        assert registry.commit(second.token, "w1", epoch) is CommitOutcome.GONE
+        assert refused(registry, self.demand()).reason is Reason.FULL
+        for token in (first.token, "a", "b", "c"):
+            assert registry.release(token, epoch).outcome is ReleaseOutcome.RELEASED
+        assert slots_held(registry) == 0
+
+    def test_what_was_reserved_before_a_resize_stays_when_something_is_restored(self, registry: Registry) -> None:
+        epoch = registry.register(self.advert("w1", capacity=4))
+        for _ in range(4):
+            take(registry, self.demand())
+        assert registry.resize("w1", epoch, 1)
+        assert registry.restore("w1", epoch, [_slot("a")]) == 1
+        assert (view(registry, "w1").reserved, view(registry, "w1").committed) == (3, 1)
+
     def test_restore_of_an_older_epoch_or_a_known_token_changes_nothing(self, registry: Registry) -> None:
         older = registry.register(self.advert("w1"))
         newer = registry.register(self.advert("w1"))

@@ -6,14 +6,14 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from celery.worker import state
-
-from ..dispatch import exchange_name, rkey
+from ..dispatch import exchange_name, is_future, rkey
 from ..errors import RegistryError
 from ..models import CommitOutcome, Refusal, Slot
-from ..naming import HEADER
+from ..naming import HEADER, is_ours
+from ..options import OPTIONS
 from .ledger import Entry, Phase
 from .mover import Mail
+from .rejects import keep_dead_letters
 
 if TYPE_CHECKING:
     from .agent import WorkerAgent
@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 __all__ = ("Acceptance",)
 
 logger = logging.getLogger(__name__)
+
+#: Celery's native delayed delivery: its exchanges, and how many words of a routing key are delays.
+_DELAYED = "celery_delayed_"
+_DELAYS = 28
 
 
 class Acceptance:
@@ -53,8 +57,17 @@ class Acceptance:
 
     def accept(self, message: Any, mail: Mail, slot: Slot) -> None:
         """Run a message here, in a slot that is this worker's; unless it does not know the task."""
-        if mail.task is not None and mail.task not in self.agent.app.tasks and slot.queue in self.agent.managed:
-            self._unknown(message, mail, slot)
+        if mail.task is not None and mail.task not in self.agent.app.tasks:
+            # Its queue may have been cancelled here since it was sent.
+            queue = slot.queue if slot.queue in self.agent.managed else mail.queue
+            if queue is not None:
+                self._unknown(message, mail, slot, queue)
+                return
+        if self.intake.later.holds_enough and slot.queue in self.agent.managed and self._would_wait(mail):
+            try:
+                self.gatekeeper.mover.postpone(message, mail, slot.queue)
+            finally:
+                self.gatekeeper.give_back(slot)
             return
         if mail.node is not None and mail.node != self.agent.node and slot.queue in self.agent.managed:
             # From the shared queue: it has a countdown, or was sent when nobody served the queue.  It needs no slot
@@ -68,7 +81,11 @@ class Acceptance:
         """Give the message to Celery, and see what has become of it."""
         agent = self.agent
         entry = agent.ledger.add(Entry(message, queue, mail.node, slot, mail.redelivered))
-        self._restore_origin(message, mail)
+        came_by = (message.delivery_info or {}).get("routing_key")
+        self._restore_origin(message, mail, queue)
+        if queue is not None and is_ours(came_by):
+            sent_with = mail.origin.get("routing_key") or queue
+            keep_dead_letters(agent, message, agent.managed.get(queue), sent_with)
         try:
             self.gatekeeper.pass_on(message)
         finally:
@@ -94,9 +111,12 @@ class Acceptance:
         if slot is not None:
             # A slot has come free here in the meantime.
             taken = self._take_over(replace(mail, queue=queue, token=slot.token, epoch=slot.epoch))
-            if taken is None:
-                raise ReservationRace(f"slot {slot.token} was lost before it could be committed")
-            self.accept(message, mail, taken)
+            if taken is not None:
+                self.accept(message, mail, taken)
+                return
+            # It is full, and the registry does not know it yet; or the slot was lost at once.
+            agent.cancel(slot)
+            self.gatekeeper.mover.park(message, mail, queue)
 
     # -- inside ----------------------------------------------------------------------------------------
 
@@ -115,6 +135,10 @@ class Acceptance:
                 agent.name,
                 extra={"action": "delivered_again", "task_id": mail.task_id, "token": mail.token, "worker": agent.name},
             )
+            return None
+        if not agent.has_room:
+            # The registry does not know yet what was taken on without it.  It will push the reservation out.
+            agent.tell_holding()
             return None
         # A producer may have seen our registration before its answer has reached us.
         epoch = agent.epoch or mail.epoch
@@ -157,20 +181,31 @@ class Acceptance:
         )
         return None
 
-    def _restore_origin(self, message: Any, mail: Mail) -> None:
+    def _restore_origin(self, message: Any, mail: Mail, queue_name: str | None) -> None:
         """Nothing that copies the request (retry, replace, chains) may see this worker's own queue, or a token."""
         headers = message.headers
         if isinstance(headers, dict) and HEADER in headers:
-            kept = {key: mail.origin[key] for key in ("node", "when_full") if mail.origin.get(key) is not None}
+            kept = {key: mail.origin[key] for key in OPTIONS if mail.origin.get(key) is not None}
             if kept:
                 headers[HEADER] = kept
             else:
                 del headers[HEADER]
         info = message.delivery_info
-        name = mail.queue
-        if name is None or not isinstance(info, dict):
+        if not isinstance(info, dict):
             return
-        exchange, routing_key = mail.origin.get("exchange"), mail.origin.get("routing_key")
+        if mail.redelivered:
+            # Of a copy the broker does not know it; worker_deduplicate_successful_tasks asks here.
+            info["redelivered"] = True
+            return
+        name, origin = mail.queue, mail.origin
+        if name is None and str(info.get("exchange")).startswith(_DELAYED):
+            # A retry would go there again, with the delays in its routing key.
+            name, origin = queue_name, {"routing_key": str(info.get("routing_key")).split(".", _DELAYS)[-1]}
+            queue = self.agent.managed.get(name) if name else None
+            origin["exchange"] = exchange_name(queue) if queue is not None else None
+        if name is None:
+            return
+        exchange, routing_key = origin.get("exchange"), origin.get("routing_key")
         if exchange is None or routing_key is None:
             queue = self.agent.managed.get(name)
             if queue is None:
@@ -179,8 +214,16 @@ class Acceptance:
                 exchange, routing_key = exchange_name(queue), rkey(queue, None)
         info["exchange"], info["routing_key"] = exchange, routing_key
 
+    def _would_wait(self, mail: Mail) -> bool:
+        """Would Celery hold the task back, for its eta or for its rate limit?"""
+        if is_future(mail.eta):
+            return True
+        bucket = self.agent.consumer.task_buckets.get(mail.task)
+        return bucket is not None and (bool(bucket.contents) or bucket.expected_time(1) > 0)
+
     def _settle(self, entry: Entry) -> None:
         """After Celery's handler: handed to the pool, held back (not due, rate limit), or already ended."""
+        agent = self.agent
         if entry.phase in (Phase.HANDED, Phase.WAITING):
             return
         request = entry.request
@@ -189,14 +232,18 @@ class Acceptance:
             self.gatekeeper.finish(entry)
             return
         entry.phase = Phase.DELAYED
-        if request in state.scheduled_requests and self.gatekeeper.is_due(request):
+        waits_for_its_rate = agent.consumer.task_buckets.get(request.task.name)
+        if self.gatekeeper.is_due(request) and not waits_for_its_rate:
             # The timer is about to bring it back; it would only have to ask for its slot again.
             return
-        slot = self.agent.ledger.detach(entry)
+        slot = agent.ledger.detach(entry)
         if slot is not None:
             self.gatekeeper.give_back(slot)
+        if entry.queue in agent.managed:
+            # After that, since it asks the broker, which may fail.
+            self.intake.later.expect(entry.queue, self.gatekeeper.mover)
 
-    def _unknown(self, message: Any, mail: Mail, slot: Slot) -> None:
+    def _unknown(self, message: Any, mail: Mail, slot: Slot, queue: str) -> None:
         """The task is not registered here; Celery would discard it."""
         agent = self.agent
         agent.count("unknown_task")
@@ -208,7 +255,7 @@ class Acceptance:
             extra={"action": "unknown_task", "task": mail.task, "task_id": mail.task_id, "worker": agent.name},
         )
         try:
-            own = self.gatekeeper.mover.move(message, mail, slot.queue, unknown=True)
+            own = self.gatekeeper.mover.move(message, mail, queue, unknown=True)
         finally:
             if slot.lot is not None and slot.lot != slot.queue:
                 self.intake.leave_alone(slot.lot)

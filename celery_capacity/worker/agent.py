@@ -32,6 +32,9 @@ __all__ = ("WorkerAgent",)
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
+#: A main loop that stands still for less than this is never taken for one that hangs.
+_SHORTEST_STALL_SECONDS = 2.0
+
 
 class WorkerAgent:
     """Who this worker is, what it serves, what it holds, and its standing with the registry.
@@ -82,6 +85,10 @@ class WorkerAgent:
         #: When the registry last knew this worker, and when it was last found that it may have lapsed since.
         self.known_at = self.now()
         self.lapsed_at = 0.0
+        #: Slots were taken that the registry does not know of.
+        self.holding_untold = False
+        #: When the main loop was last seen to turn; infinity while a task runs in it.
+        self.turned_at = self.now()
         #: A newer registration of the same name is there: take no more work.
         self.replaced = False
         self.draining: str | None = None
@@ -115,6 +122,11 @@ class WorkerAgent:
         self.managed.pop(queue, None)
         self._register_anew()
 
+    def declare(self, queue: str, channel: Any) -> None:
+        """Declare a managed queue as the app has it, its exchange and its binding with it."""
+        if queue in self.managed:
+            self.managed[queue](channel).declare()
+
     def _register_anew(self) -> None:
         # What a worker serves is part of its registration.
         with self.epoch_lock:
@@ -135,9 +147,19 @@ class WorkerAgent:
         With an autoscaler it is the maximum, since the pool only grows when there is more to run than it has
         processes.
         """
-        if not self.consuming or self.replaced or self.stopping:
+        if not self.consuming or self.replaced or self.stopping or self.stalled:
             return None
         return self.size()
+
+    @property
+    def stalled(self) -> bool:
+        """The main loop stands still, most likely in a call of the broker that is not answered: it can begin no task."""
+        patience = self.settings.lease_seconds - self.settings.heartbeat_seconds
+        return self.now() - self.turned_at > max(patience, _SHORTEST_STALL_SECONDS)
+
+    def turned(self) -> None:
+        """The main loop turns."""
+        self.turned_at = self.now()
 
     def size(self) -> int | None:
         """How many tasks the pool can run at once, whether or not more can be taken now."""
@@ -145,7 +167,13 @@ class WorkerAgent:
         if autoscaler is not None:
             return int(autoscaler.max_concurrency)
         pool = self.controller.pool
-        return None if pool is None else int(pool.num_processes or 0)
+        if pool is None:
+            return None
+        if getattr(pool, "is_green", False):
+            # Before Celery 5.7, num_processes of the gevent pool says how many greenlets are busy.
+            return int(getattr(pool._pool, "size", None) or pool.limit or 0)
+        # Celery shrinks below 0 if it is asked to while processes are about to go.
+        return max(0, int(pool.num_processes or 0))
 
     def advert(self) -> Advert:
         """What to register with."""
@@ -161,12 +189,31 @@ class WorkerAgent:
             lapse_seconds=self.settings.lapse_seconds,
             host=socket.gethostname(),
             pid=os.getpid(),
+            worker_queues=self.settings.limits_on_worker(self.managed),
+            queue_limits=self.settings.limits_over_fleet(self.managed),
         )
 
     @property
     def may_take_work(self) -> bool:
         """Nothing but slots stands between this worker and more work."""
         return self.consuming and not self.replaced and not self.stopping and self.draining is None
+
+    @property
+    def has_room(self) -> bool:
+        """By the worker's own count, which knows what it took on while the registry did not answer."""
+        size = self.size()
+        return size is None or self.ledger.held < size
+
+    @property
+    def is_over(self) -> bool:
+        """More is held than can run: what came free is not to be used again."""
+        size = self.size()
+        return size is not None and self.ledger.held > size
+
+    def tell_holding(self) -> None:
+        """The registry does not know all that is held: let a heartbeat tell it at once.  From any thread."""
+        self.holding_untold = True
+        self.announce()
 
     # -- with the registry -----------------------------------------------------------------------------
 
@@ -182,6 +229,8 @@ class WorkerAgent:
         name = queue if queue in self.managed else self.own_queue.name
         known = task if task in self.app.tasks else None
         demand = Demand(name, known, task_id=task_id, ttl_seconds=self.settings.reservation_seconds)
+        if not self.has_room:
+            return Refusal(Reason.FULL)
         if self.epoch:
             try:
                 answer = self.call(self.registry.reserve_worker, self.name, self.epoch, demand, commit=True)
@@ -201,11 +250,15 @@ class WorkerAgent:
     def local_slot(self, queue: str) -> Slot | None:
         """Without the registry: admit by the local count alone.  It is reconciled at the next heartbeat."""
         size = self.size()
+        limit = self.settings.limits_on_worker([queue]).get(queue)
         with self.ledger.lock:
             if size is None or self.replaced or self.ledger.held >= size:
                 return None
+            if limit is not None and self.ledger.held_for(queue) >= limit:
+                return None
             slot = Slot(new_token(self.name, self.epoch), self.name, self.epoch, queue, self.node, committed=True)
             self.ledger.claim(slot)
+        self.holding_untold = True
         self.count("admitted_locally")
         logger.info(
             "slot %s is taken without the registry; a heartbeat will tell it",
@@ -221,6 +274,7 @@ class WorkerAgent:
             return self.call(self.registry.release, slot.token, self.epoch, then=then, emptied=emptied)
         except RegistryError as exc:
             self.count("release_deferred")
+            self.ledger.defer(slot)
             logger.info(
                 "slot %s will be given back by a heartbeat: %s",
                 slot.token,
@@ -230,6 +284,13 @@ class WorkerAgent:
             return None
         finally:
             self.ledger.unclaim(slot)
+
+    def cancel(self, slot: Slot) -> None:
+        """Undo a reservation that is not taken over.  Best effort: at its deadline it ends anyway."""
+        try:
+            self.call(self.registry.cancel, slot.token)
+        except RegistryError as exc:
+            logger.debug("reservation %s ends at its deadline: %s", slot.token, exc)
 
     def resize(self, registry: Registry) -> bool:
         """Tell the registry the capacity, if it is another than what it knows.  True if it has become more."""

@@ -26,6 +26,18 @@ class CapacityTaskConsumer(Consumer):  # type: ignore[misc]
         super().__init__(channel, queues=[agent.own_queue, *agent.unmanaged], **options)
 
     @property
+    def queues(self) -> list[Queue]:
+        """The queues of the pool, then those that are really consumed: for ``inspect active_queues``.
+
+        Kombu itself keeps and uses the latter alone.
+        """
+        return [*self.agent.managed.values(), *self._queues.values()]
+
+    @queues.setter
+    def queues(self, queues: list[Queue]) -> None:
+        self._queues = {queue.name: queue for queue in queues}
+
+    @property
     def on_message(self) -> Callable[[Any], Any] | None:
         """What Kombu calls for a message: the plugin's acceptance, once Celery has set its handler here."""
         return None if self._handler is None else self.agent.accept
@@ -48,6 +60,7 @@ class CapacityTaskConsumer(Consumer):  # type: ignore[misc]
     def consume(self, no_ack: bool | None = None) -> None:
         """Begin to consume; from now on the worker can be chosen."""
         super().consume(no_ack)
+        self.agent.turned()
         self.agent.consuming = True
         self.agent.announce()
 

@@ -1,13 +1,14 @@
 """Between Celery and the pool: no task passes without a slot, and every end gives the slot back.
 
-Release is here, in the parent process, since a child that is lost or killed says nothing.  The three methods
-that the pool calls at the end of a job are looked up on the request when it is handed over (Celery builds a
-subclass of its request for speed, in which a mixin would not be called), so they are wrapped there.
+Release is here, in the parent process, since a child that is lost or killed says nothing.  The methods that hand a
+job to the pool, and that the pool calls at its end, are looked up on the request (Celery builds a subclass of its
+request for speed, in which a mixin would not be called), so they are wrapped there.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -32,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 #: A request whose time comes within this is as good as due.
 _DUE_SECONDS = 0.05
-_ENDS = ("on_success", "on_failure", "on_timeout")
+_HOOKS = ("execute_using_pool", "on_success", "on_failure", "on_timeout")
 
 
 class Gatekeeper:
@@ -175,19 +176,41 @@ class Gatekeeper:
             if verdict is Verdict.SET_ASIDE:
                 self.finish(entry)
             return
+        was_held_back = entry.phase in (Phase.DELAYED, Phase.WAITING)
         entry.phase = Phase.HANDED
         self._arm(entry, request)
+        # A solo pool runs it in this very call, and may take its time.
+        self.agent.turned_at = math.inf
         try:
             self._forward(request)
         except BaseException:
             self.finish(entry)
             raise
+        finally:
+            self.agent.turned()
         if request not in state.reserved_requests:
             # Refused at the last moment (revoked), or run to its end in this very call (solo).
             self.finish(entry)
+        elif was_held_back:
+            self._let_pool_grow(request)
+
+    def _let_pool_grow(self, request: Any) -> None:
+        """Celery's autoscaler looks when a message is received, and every 30 s; a full worker receives none."""
+        autoscaler = getattr(self.agent.controller, "autoscaler", None)
+        if autoscaler is not None:
+            autoscaler.maybe_scale(request)
 
     def _arm(self, entry: Entry, request: Any) -> None:
-        on_success, on_failure, on_timeout = (getattr(request, name) for name in _ENDS)
+        execute, on_success, on_failure, on_timeout = (getattr(request, name) for name in _HOOKS)
+
+        def execute_using_pool(*args: Any, **kwargs: Any) -> Any:
+            # Maybe long after it was handed over: Celery keeps what the pool has no process for (it has shrunk, or
+            # has not grown yet), and looks only now whether it was revoked meanwhile.
+            try:
+                return execute(*args, **kwargs)
+            except BaseException:
+                self._ended(entry, request)
+                raise
 
         def ended_well(*args: Any, **kwargs: Any) -> Any:
             try:
@@ -209,11 +232,12 @@ class Gatekeeper:
                 if not soft:
                     self._ended(entry, request)
 
+        request.execute_using_pool = execute_using_pool
         request.on_success, request.on_failure, request.on_timeout = ended_well, ended_badly, timed_out
 
     def _ended(self, entry: Entry, request: Any, exc: BaseException | None = None) -> None:
         # The closures and the request hold each other; let go, rather than leave it to the collector.
-        for name in _ENDS:
+        for name in _HOOKS:
             request.__dict__.pop(name, None)
         try:
             self.poison.ended(entry, request, exc)
@@ -242,11 +266,15 @@ class Gatekeeper:
                 request in state.reserved_requests
                 or request in state.active_requests
                 or (entry.phase is Phase.DELAYED and not request.message.acknowledged)
+                or _is_in_pool(request)
             )
-            if alive:
+            if alive or not entry.missed:
+                # The main loop may be in the middle of its end: the next sweep looks again.
+                entry.missed = not alive
                 continue
             found += 1
-            if entry.slot is not None:
+            # Celery has ended a cancelled one by itself (cold shutdown); its process is about to follow.
+            if entry.slot is not None and not getattr(request, "_already_cancelled", False):
                 self.agent.count("swept")
                 logger.error(
                     "slot %s was held for a task that has ended unseen; given back",
@@ -280,6 +308,14 @@ class Gatekeeper:
         """Is the eta of a request in the past, or about to be?"""
         eta = request.eta
         return eta is not None and bool(eta.timestamp() <= time.time() + _DUE_SECONDS)
+
+
+def _is_in_pool(request: Any) -> bool:
+    """A request that was terminated is no longer Celery's, but its process is not replaced before the pool has seen it."""
+    result = getattr(request, "_apply_result", None)
+    result = result() if callable(result) else None
+    ready = getattr(result, "ready", None)
+    return ready is not None and not ready()
 
 
 def _mail_of(entry: Entry, request: Any) -> Mail:

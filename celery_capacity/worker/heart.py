@@ -7,9 +7,11 @@ never touches the broker.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import socket
 import threading
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -27,6 +29,9 @@ logger = logging.getLogger(__name__)
 
 #: How soon a change of the capacity is told, at the latest.
 _TICK_SECONDS = 1.0
+#: How long a worker that has lapsed waits for its main loop before it registers again.
+_TURN_SECONDS = 1.0
+_PAUSE_SECONDS = 0.01
 
 
 class Heart(threading.Thread):
@@ -41,6 +46,7 @@ class Heart(threading.Thread):
         self._ended = False
         self._next_beat = 0.0
         self._since = 0.0
+        self._stalled = False
 
     def announce(self) -> None:
         """Look at once.  From any thread."""
@@ -77,7 +83,8 @@ class Heart(threading.Thread):
         agent = self.agent
         if self._registry is None:
             self._registry = agent.open_registry()
-            self._outage = Outage(self._registry.url, min(_TICK_SECONDS, agent.settings.heartbeat_seconds))
+            retry = min(_TICK_SECONDS, agent.settings.heartbeat_seconds)
+            self._outage = Outage(self._registry.url, retry, peer=agent.outage)
         if agent.replaced:
             # It has no lease any more, but it has something to tell: that it was replaced, for one.
             if agent.now() >= self._next_beat:
@@ -90,16 +97,31 @@ class Heart(threading.Thread):
                 self._register()
             return
         for token in agent.ledger.doubtful():
-            # Given back while a registration carried it: whichever came last, now it is free.
+            # Given back while a registration carried it, or while the registry did not answer.  Before the next beat,
+            # which would put back beside it what was taken on since.
             self._call(self._registry.release, token, agent.epoch)
             agent.ledger.settle(token)
+        self._look_at_main_loop()
         # Not asked when there is nothing to tell: that would look as if the registry had answered.
         if agent.capacity() != agent.announced_capacity and self._call(agent.resize, self._registry):
             agent.look()
-        if agent.now() >= self._next_beat:
+        if agent.holding_untold or agent.now() >= self._next_beat:
             self._beat()
             # After it, since the beat may have found something.
             self._tell_counters()
+
+    def _look_at_main_loop(self) -> None:
+        agent, was = self.agent, self._stalled
+        self._stalled = agent.consuming and agent.stalled
+        if self._stalled and not was:
+            agent.count("stalled")
+            logger.error(
+                "the main loop of %s has stood still for %.0f s, most likely since the broker does not answer; until it"
+                " goes on, no task is sent to it",
+                agent.name,
+                agent.now() - agent.turned_at,
+                extra={"action": "stalled", "worker": agent.name},
+            )
 
     def _tell_counters(self) -> None:
         registry = self._registry
@@ -138,10 +160,16 @@ class Heart(threading.Thread):
         agent, registry = self.agent, self._registry
         assert registry is not None
         epoch = agent.epoch
+        untold, agent.holding_untold = agent.holding_untold, False
         holding = [slot.token for slot in agent.ledger.slots()]
-        pulse: Pulse = self._call(registry.heartbeat, agent.name, epoch, holding, self._since)
+        try:
+            pulse: Pulse = self._call(registry.heartbeat, agent.name, epoch, holding, self._since)
+        except RegistryError:
+            agent.holding_untold = agent.holding_untold or untold
+            raise
         self._next_beat = agent.now() + agent.settings.heartbeat_seconds
         if pulse.standing is Standing.GONE:
+            self._let_main_loop_turn()
             with agent.epoch_lock:
                 if agent.epoch == epoch:
                     agent.epoch = 0
@@ -178,6 +206,21 @@ class Heart(threading.Thread):
             logger.info(
                 "worker %s drains: %s", agent.name, pulse.draining, extra={"action": "drain", "worker": agent.name}
             )
+
+    def _let_main_loop_turn(self) -> None:
+        """A worker that stood still may hold slots for tasks that have ended meanwhile.
+
+        They are nobody's any more: registered again, they would stand beside those of whoever was admitted since.
+        """
+        agent = self.agent
+        until = agent.now() + _TURN_SECONDS
+        # In the first turn it may still be before the news from the pool.
+        for _ in range(2):
+            seen = agent.turned_at
+            agent.wake()
+            # Infinite: a task runs in it.
+            while agent.turned_at == seen < math.inf and agent.now() < until:
+                time.sleep(_PAUSE_SECONDS)
 
     def _restore(self, missing: set[str], epoch: int) -> None:
         agent, registry = self.agent, self._registry

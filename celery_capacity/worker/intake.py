@@ -9,12 +9,14 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from ..errors import RegistryError
 from ..models import Claim, Lot, Refusal, Slot
-from ..naming import node_lot, unknown_lot
+from .later import Later
 from .mover import Mail
+from .turns import Turns
 
 if TYPE_CHECKING:
     from .acceptance import Acceptance
@@ -51,6 +53,7 @@ class Intake:
         self.agent = agent
         self.gatekeeper: Gatekeeper | None = None
         self.acceptance: Acceptance | None = None
+        self.later = Later(agent)
         self._call_soon = call_soon
         self._freed: deque[Slot] = deque()
         self._running = False
@@ -63,12 +66,12 @@ class Intake:
         self._hot: set[str] = set()
         #: The next poll looks into those too, marked or not.
         self._probe = True
-        self._left_alone: dict[str, float] = {}
         #: The version of each lot's mark with which it was found empty; looked at again after a while.
         self._seen: dict[str, int] = {}
-        #: The queue that had its turn last.
-        self._served: str | None = None
+        self._turns = Turns(agent.settings.namespace, agent.node)
         self._poll_at = 0.0
+        #: When all lots are due to be looked into; a poll before that is about those of which something is known.
+        self._all_at = 0.0
         self._check_at = 0.0
         self._wait = _FIRST_WAIT_SECONDS
 
@@ -76,7 +79,7 @@ class Intake:
 
     def start(self, reader: LotReader) -> None:
         """Begin, or begin again on a new connection."""
-        self._reader = reader
+        self._reader = self.later.reader = reader
         self._running = True
         self._check_at = time.monotonic() + _FIRST_CHECK_SECONDS
         # What was scheduled on the old connection's loop went with it.
@@ -123,7 +126,7 @@ class Intake:
 
     def leave_alone(self, lot: str) -> None:
         """Somebody else's: not looked at for a while."""
-        self._left_alone[lot] = time.monotonic() + _UNKNOWN_SECONDS
+        self._turns.leave_alone(lot, _UNKNOWN_SECONDS)
 
     def tick(self) -> None:
         """To be called often: pumps if there is something to do."""
@@ -186,8 +189,9 @@ class Intake:
                 self._accept(message, slot)
                 return
             self._hot.discard(lot.name)
-        # A slot that has just come free is looked after more closely than one that has been idle.
-        self._wait = _FIRST_WAIT_SECONDS
+        if self.agent.is_over:
+            self.agent.release(slot)
+            return
         self._use(self._release(slot, None, self._in_turn()))
 
     def _fresh(self, confirmed: float) -> bool:
@@ -199,12 +203,16 @@ class Intake:
         then = Claim(agent.name, agent.epoch, lots) if lots else None
         released = agent.release(slot, then, emptied)
         if released is None:
+            # Nobody claims for us now.
+            self.look_now()
             return None
         if emptied is not None:
-            self._seen.pop(emptied.lot or "", None)
+            before = self._seen.pop(emptied.lot or "", None)
             if released.waiting:
                 # Somebody has parked, and the message may still be on its way.
                 self._seen[emptied.lot or ""] = emptied.mark
+                if emptied.mark != before:
+                    self._wait = _FIRST_WAIT_SECONDS
                 self._back_off()
         return self._note(released.claim)
 
@@ -238,20 +246,25 @@ class Intake:
     def _poll(self, steps: int) -> None:
         """Take what there is while there are free slots: marked lots, and what nobody announced."""
         assert self.gatekeeper is not None
-        agent = self.agent
-        self._look_after(agent.settings.poll_seconds, earliest=False)
+        poll_seconds = self.agent.settings.poll_seconds
+        self._look_after(poll_seconds, earliest=False)
         self._check_own_queue()
         if self.gatekeeper.has_waiting and self.gatekeeper.serve_waiting():
             return
         probe, found = self._probe, False
+        # Without the registry nobody tells where something waits.
+        every = probe or self.agent.outage.active or time.monotonic() >= self._all_at
         for lot in self._in_turn():
-            if not self._worth_a_look(lot, probe):
+            if not (every or lot.name in self._seen or lot.name in self._hot) or not self._worth_a_look(lot, probe):
                 continue
             if not steps or not self._may_fetch() or not self._has_free_slot():
                 return
-            if self._take(lot):
+            if self._take(lot, every):
                 steps, found = steps - 1, True
         self._probe = False
+        if every:
+            self._all_at = time.monotonic() + poll_seconds
+        self.later.look_through(self._take_later)
         if found:
             # One of each lot in turn, until all are empty or all slots are taken.
             self.look_now()
@@ -277,14 +290,13 @@ class Intake:
         return (probe or lot.name in self._seen) and self._reader.exists(lot)
 
     def _has_free_slot(self) -> bool:
-        size = self.agent.size()
-        if size is not None and self.agent.ledger.held < size:
+        if self.agent.size() is not None and self.agent.has_room:
             return True
         # The slot that comes free next looks, then.
         self._seen.clear()
         return False
 
-    def _take(self, lot: Lot) -> bool:
+    def _take(self, lot: Lot, every: bool) -> bool:
         """If there is a message in the lot: claim a slot for it, and fetch it.  True if one was found.
 
         Looking first, since a claim for nothing would take a slot away from a dispatch for a moment, and a fan
@@ -295,7 +307,10 @@ class Intake:
         if not self._reader.ready(lot):
             self._hot.discard(lot.name)
             if lot.name in self._seen:
-                self._look_again(lot.name, self._seen[lot.name])
+                self._look_again(lot.name, self._seen[lot.name], ask=every)
+            return False
+        if not agent.epoch and not agent.outage.away:
+            # It is about to be registered; without that no limit over the fleet would be kept.
             return False
         if not agent.epoch or agent.outage.active:
             return self._take_locally(lot)
@@ -305,13 +320,17 @@ class Intake:
             return self._take_locally(lot)
         return not isinstance(claim, Refusal) and self._use(self._note(claim))
 
-    def _look_again(self, lot: str, mark: int) -> None:
-        """The lot is empty, and was marked: is it still?"""
-        agent = self.agent
-        try:
-            waiting = agent.call(agent.registry.found_empty, lot, mark)
-        except RegistryError:
-            waiting = True
+    def _take_later(self, lot: Lot) -> bool:
+        while self._freed:
+            self._turn_over(self._freed.popleft())
+        return self._may_fetch() and self._has_free_slot() and self._take(lot, every=True)
+
+    def _look_again(self, lot: str, mark: int, ask: bool) -> None:
+        """The lot is empty, and was marked.  Is it still?  A mark stands for so long that not every look need ask."""
+        agent, waiting = self.agent, True
+        if ask:
+            with suppress(RegistryError):
+                waiting = agent.call(agent.registry.found_empty, lot, mark)
         if waiting:
             self._back_off()
         else:
@@ -328,8 +347,10 @@ class Intake:
             return False
         message = self._fetch(lot, slot)
         if message is None:
+            self._hot.discard(lot.name)
             self.agent.ledger.unclaim(slot)
             return False
+        self._hot.add(lot.name)
         self._accept(message, slot)
         return True
 
@@ -343,26 +364,14 @@ class Intake:
         return max(0.0, self._poll_at - time.monotonic())
 
     def _may_fetch(self) -> bool:
-        return self._running and self.agent.may_take_work and self.agent.ledger.delayed < self.agent.settings.eta_limit
+        return self._running and self.agent.may_take_work
 
     def _in_turn(self) -> tuple[Lot, ...]:
-        """The lots, beginning with the queue after the one that was served last.
-
-        Of each queue the pinned tasks come first, since they can run nowhere else.
-        """
-        agent, namespace = self.agent, self.agent.settings.namespace
-        queues = list(agent.managed)
-        if not queues:
-            return ()
-        turn = queues.index(self._served) + 1 if self._served in queues else 0
-        now = time.monotonic()
-        lots = []
-        for queue in queues[turn:] + queues[:turn]:
-            for name in (node_lot(namespace, queue, agent.node), queue, unknown_lot(namespace, queue)):
-                if now >= self._left_alone.get(name, 0.0):
-                    # One that had a message a moment ago probably has another, announced or not.
-                    lots.append(Lot(name, queue, Lot.SURE if name in self._hot else self._seen.get(name, 0)))
-        return tuple(lots)
+        """The lots in their turn.  One that had a message a moment ago probably has another, announced or not."""
+        names = self._turns.names(self.agent.managed, later=not self.later.holds_enough)
+        return tuple(
+            Lot(name, queue, Lot.SURE if name in self._hot else self._seen.get(name, 0)) for name, queue in names
+        )
 
     # -- the message -----------------------------------------------------------------------------------
 
@@ -379,7 +388,7 @@ class Intake:
         assert self.acceptance is not None
         consumer = self.agent.consumer
         message.accept = consumer.task_consumer.accept
-        self._served = slot.queue
+        self._turns.served = slot.queue
         if message.errors:
             try:
                 message._reraise_error(consumer.on_decode_error)

@@ -42,6 +42,8 @@ class Entry:
     #: The registry has counted that it was begun here.
     struck: bool = False
     phase: Phase = Phase.RECEIVED
+    #: The last sweep did not find its request.
+    missed: bool = False
     since: float = field(default_factory=time.monotonic)
     _request: weakref.ReferenceType[Any] | None = None
 
@@ -133,7 +135,7 @@ class Ledger:
             self._unsure.discard(slot.token)
             if slot.token in self._carried:
                 self._carried.discard(slot.token)
-                self._doubtful.append(slot.token)
+                self.defer(slot)
 
     def carry(self) -> list[Slot]:
         """A copy of the slots that are surely held, which the registry is about to be told to put back.
@@ -146,8 +148,14 @@ class Ledger:
             self._carried.update(slot.token for slot in slots)
             return slots
 
+    def defer(self, slot: Slot) -> None:
+        """The registry did not answer when the slot was given back: it is to be told once more."""
+        with self.lock:
+            if slot.token not in self._doubtful:
+                self._doubtful.append(slot.token)
+
     def doubtful(self) -> list[str]:
-        """Tokens that were carried and have been given back since, until :meth:`settle`."""
+        """Tokens that were given back, and of which the registry may not know it, until :meth:`settle`."""
         with self.lock:
             return list(self._doubtful)
 
@@ -169,13 +177,27 @@ class Ledger:
 
     def holds(self, token: str) -> bool:
         """Is the token held for a message or a claim?"""
-        return any(slot.token == token for slot in self.slots())
+        with self.lock:
+            return token in self._claims or any(
+                entry.slot is not None and entry.slot.token == token for entry in self._entries.values()
+            )
 
     @property
     def held(self) -> int:
         """How many slots are held."""
         with self.lock:
             return len(self._claims) + sum(entry.slot is not None for entry in self._entries.values())
+
+    def held_for(self, queue: str) -> int:
+        """How many of them are held for this queue."""
+        with self.lock:
+            held = [*self._claims.values(), *(e.slot for e in self._entries.values() if e.slot is not None)]
+            return sum(slot.queue == queue for slot in held)
+
+    def may_delay(self, limit: int) -> bool:
+        """Are fewer than ``limit`` messages held that are not due?"""
+        # Nearly always there are fewer messages than that altogether.
+        return len(self._entries) < limit or self.delayed < limit
 
     @property
     def delayed(self) -> int:

@@ -15,8 +15,9 @@ from kombu import Exchange, Producer, Queue
 
 from ..dispatch import lot_queue, own_queue
 from ..errors import RegistryError
-from ..models import Demand, Slot
-from ..naming import HEADER, node_lot, unknown_lot
+from ..models import Demand, Reason, Refusal, Slot
+from ..naming import HEADER, later_lot, node_lot, unknown_lot
+from ..notices import Notices
 from ..registry import Registry, Reservation
 
 if TYPE_CHECKING:
@@ -40,10 +41,11 @@ class Mail:
     node: str | None
     token: str | None
     epoch: int
-    #: ``queue``, ``exchange``, ``routing_key``, ``node`` and ``when_full`` of the dispatch, as far as they are known.
+    #: ``queue``, ``exchange``, ``routing_key``, and the options of the dispatch (:mod:`..options`), as far as they are known.
     origin: Mapping[str, Any] = field(default_factory=dict)
     #: It was delivered before; also if this is a copy of what was.
     redelivered: bool = False
+    eta: Any = None
 
     @classmethod
     def read(cls, message: Any) -> Mail:
@@ -51,11 +53,11 @@ class Mail:
         headers = message.headers if isinstance(message.headers, Mapping) else {}
         ours = headers.get(HEADER)
         ours = dict(ours) if isinstance(ours, Mapping) else {}
-        task, task_id = headers.get("task"), headers.get("id")
+        task, task_id, eta = headers.get("task"), headers.get("id"), headers.get("eta")
         if task is None:
             body = _decoded(message)
             if isinstance(body, Mapping):
-                task, task_id = body.get("task"), body.get("id")
+                task, task_id, eta = body.get("task"), body.get("id"), body.get("eta")
         token, epoch = ours.pop("token", None), ours.pop("epoch", 0)
         ours.pop("worker", None)
         return cls(
@@ -67,6 +69,7 @@ class Mail:
             epoch=epoch if isinstance(epoch, int) else 0,
             origin=ours,
             redelivered=bool(ours.pop("redelivered", False) or (message.delivery_info or {}).get("redelivered")),
+            eta=eta,
         )
 
 
@@ -77,6 +80,7 @@ class Mover:
         self.agent = agent
         self.registry = registry
         self._connection: Any = None
+        self._notices = Notices()
 
     def move(self, message: Any, mail: Mail, queue: str, *, unknown: bool = False, keep: bool = True) -> Slot | None:
         """Send a copy of ``message``, a task of the managed queue ``queue``, to where it can run, and acknowledge it.
@@ -88,13 +92,12 @@ class Mover:
         :raises OSError: or another of the broker's errors: nothing is lost, the message is not acknowledged.
         """
         namespace = self.agent.settings.namespace
-        lot = node_lot(namespace, queue, mail.node) if mail.node else queue
-        if unknown:
-            lot = unknown_lot(namespace, queue)
+        lot = unknown_lot(namespace, queue) if unknown else self._lot_of(mail, queue)
         demand = Demand(
             queue=queue,
             task=mail.task,
             node=mail.node,
+            prefer_node=_text(mail.origin.get("prefer_node")),
             task_id=mail.task_id,
             ttl_seconds=self.agent.settings.reservation_seconds,
             park_lot=lot,
@@ -103,23 +106,40 @@ class Mover:
             answer = self.registry.select_and_reserve(demand)
         except RegistryError:
             answer = None
-        origin = {**mail.origin, "queue": queue}
-        if mail.redelivered:
-            origin["redelivered"] = True
         if isinstance(answer, Reservation):
             slot = answer.slot
             if keep and slot.worker == self.agent.name and slot.epoch == self.agent.epoch:
                 return answer.transfer()
             with answer:
-                header = {**origin, "token": slot.token, "worker": slot.worker}
+                header = {**_origin(mail, queue), "token": slot.token, "worker": slot.worker}
                 header["epoch"] = slot.epoch
                 self._publish(message, own_queue(namespace, slot.worker), header, declare=False)
                 answer.transfer()
-            where = slot.worker
+            if mail.node:
+                self._notices.somewhere(queue, mail.node)
+            self._moved(message, mail, slot.worker)
         else:
-            # The managed queue is there: the message came from it.
-            self._publish(message, self._lot(lot, queue), origin, declare=lot != queue)
-            where = lot
+            self._leave(message, mail, queue, lot)
+            if mail.node and isinstance(answer, Refusal) and answer.reason is Reason.OTHER_NODE:
+                self._notices.nowhere(queue, mail.node, mail.task, lot)
+        return None
+
+    def park(self, message: Any, mail: Mail, queue: str) -> None:
+        """Send a copy of ``message`` to its lot, and acknowledge it: nobody is asked for a slot.
+
+        :raises OSError: or another of the broker's errors, as :meth:`move`.
+        """
+        self._leave(message, mail, queue, self._lot_of(mail, queue))
+
+    def _lot_of(self, mail: Mail, queue: str) -> str:
+        return node_lot(self.agent.settings.namespace, queue, mail.node) if mail.node else queue
+
+    def _leave(self, message: Any, mail: Mail, queue: str, lot: str) -> None:
+        # The managed queue is there: the message came from it.
+        self._publish(message, self._lot(lot, queue), _origin(mail, queue), declare=lot != queue)
+        self._moved(message, mail, lot)
+
+    def _moved(self, message: Any, mail: Mail, where: str) -> None:
         message.ack()
         self.agent.count("moved")
         logger.info(
@@ -129,7 +149,24 @@ class Mover:
             where,
             extra={"action": "moved", "task": mail.task, "task_id": mail.task_id, "to": where},
         )
-        return None
+
+    def postpone(self, message: Any, mail: Mail, queue: str) -> None:
+        """Send a copy of ``message``, a task of ``queue`` that is not due, to the end of its lot; acknowledge it.
+
+        :raises OSError: or another of the broker's errors: nothing is lost, the message is not acknowledged.
+        """
+        lot = later_lot(self.agent.settings.namespace, queue)
+        self._publish(message, self._lot(lot, queue), _origin(mail, queue), declare=True)
+        message.ack()
+        self.agent.count("postponed")
+        # Not at INFO: the same ones come round again and again.
+        logger.debug(
+            "task %s[%s] is not due; it waits in %s",
+            mail.task,
+            mail.task_id,
+            lot,
+            extra={"action": "postponed", "task": mail.task, "task_id": mail.task_id, "to": lot},
+        )
 
     def set_aside(self, message: Any, where: str, queue: str, story: Mapping[str, Any]) -> None:
         """Send a copy of ``message``, a task of ``queue``, to a queue that nobody reads.
@@ -139,6 +176,17 @@ class Mover:
         mail = Mail.read(message)
         header = {**mail.origin, "queue": queue, "dead_letter": dict(story)}
         self._publish(message, self._lot(where, queue), header, declare=True)
+
+    def dead_letter(self, message: Any, queue: str, exchange: str, routing_key: str, sent_with: str) -> None:
+        """Send a copy of ``message``, which was rejected, to the dead-letter exchange of its queue, as RabbitMQ would.
+
+        :param sent_with: the routing key with which it was sent to its queue.
+        :raises OSError: or another of the broker's errors.
+        """
+        death = {"reason": "rejected", "queue": queue, "exchange": "", "routing-keys": [sent_with], "count": 1}
+        headers = {key: value for key, value in (message.headers or {}).items() if key != HEADER}
+        first = {"x-first-death-reason": "rejected", "x-first-death-queue": queue, "x-first-death-exchange": ""}
+        self._send(message, exchange, routing_key, {**first, **headers, "x-death": [death]}, [])
 
     def drain(self, name: str, fallback: str, limit: int | None = None, *, unknown: bool = False) -> int:
         """Move all messages (or ``limit`` of them) of queue ``name``; returns how many.
@@ -172,22 +220,32 @@ class Mover:
         if connection is not None:
             connection.release()
 
+    def declare(self, lot: str, queue: str) -> None:
+        """Make a lot of ``queue``, unless it is there."""
+        with self.connection().channel() as channel:
+            self._lot(lot, queue)(channel).declare()
+
     def _lot(self, lot: str, queue: str) -> Queue:
         like = self.agent.app.amqp.queues.get(queue) or Queue(queue)
         return lot_queue(lot, like)
 
     def _publish(self, message: Any, queue: Queue, header: Mapping[str, Any], *, declare: bool) -> None:
-        headers = dict(message.headers)
+        headers = {**message.headers, HEADER: dict(header)}
+        self._send(message, "", queue.name, headers, [queue] if declare else [])
+
+    def _send(
+        self, message: Any, exchange: str, routing_key: str, headers: Mapping[str, Any], declare: list[Queue]
+    ) -> None:
+        headers = dict(headers)
         # Kombu has decompressed the body; the copy is compressed again.
         compression = headers.pop("compression", None)
-        headers[HEADER] = dict(header)
         properties = message.properties or {}
         expiration = properties.get("expiration")
         with self.connection().channel() as channel:
             Producer(channel, auto_declare=False).publish(
                 message.body,
-                exchange="",
-                routing_key=queue.name,
+                exchange=exchange,
+                routing_key=routing_key,
                 content_type=message.content_type,
                 content_encoding=message.content_encoding,
                 compression=compression,
@@ -196,9 +254,16 @@ class Mover:
                 delivery_mode=properties.get("delivery_mode") or 2,
                 # In the message it is in milliseconds, and for Kombu in seconds.
                 expiration=int(expiration) / 1000 if expiration else None,
-                declare=[queue] if declare else [],
+                declare=declare,
                 **{key: properties[key] for key in _PROPERTIES if properties.get(key) is not None},
             )
+
+
+def _origin(mail: Mail, queue: str) -> dict[str, Any]:
+    origin = {**mail.origin, "queue": queue}
+    if mail.redelivered:
+        origin["redelivered"] = True
+    return origin
 
 
 def _decoded(message: Any) -> Any:

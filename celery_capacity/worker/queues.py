@@ -58,11 +58,19 @@ class LotReader:
     not there, and with it gives back all that was fetched through it.
 
     :param count: called with the name of what must never be silent.
+    :param declare: declares a managed queue, by its name, on a channel.
     """
 
-    def __init__(self, connection: Any, count: Callable[[str], None], channel: Any = None) -> None:
+    def __init__(
+        self,
+        connection: Any,
+        count: Callable[[str], None],
+        declare: Callable[[str, Any], None],
+        channel: Any = None,
+    ) -> None:
         self._connection = connection
         self._count = count
+        self._declare = declare
         self._channel = connection.channel() if channel is None else channel
         self._known: set[str] = set()
 
@@ -126,3 +134,13 @@ class LotReader:
         self._known.discard(lot.name)
         if getattr(self._channel, "is_open", True) is False:
             self._channel = self._connection.channel()
+        if lot.name != lot.queue:
+            return
+        # A consumer would have been told that its queue was deleted, and Celery would declare it again.
+        self._count("declared_again")
+        logger.warning(
+            "queue %s is not there any more; it is declared again",
+            lot.queue,
+            extra={"action": "declared_again", "queue": lot.queue},
+        )
+        self._declare(lot.queue, self._channel)

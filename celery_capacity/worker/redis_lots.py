@@ -22,6 +22,7 @@ from kombu.transport import virtual
 from kombu.utils.encoding import bytes_to_str
 from kombu.utils.json import loads
 
+from ..models import Lot
 from ..naming import unacked_name
 from .queues import LotReader
 from .unacked import is_redis
@@ -62,6 +63,13 @@ end
 """
 
 
+# KEYS: the lists of the queue.  Returns how many messages are in them.
+_COUNT = """
+local count = 0
+for _, key in ipairs(KEYS) do count = count + redis.call('LLEN', key) end
+return count
+"""
+
 #: Each fetch adds one tag and looks at three: of those in the set, a third at most are acknowledged.
 _LOOK_AT = 3
 
@@ -72,8 +80,15 @@ class RedisLotReader(LotReader):
     :param mine: the key of the worker's set of delivery tags.
     """
 
-    def __init__(self, connection: Any, count: Callable[[str], None], channel: Any, mine: str) -> None:
-        super().__init__(connection, count, channel)
+    def __init__(
+        self,
+        connection: Any,
+        count: Callable[[str], None],
+        declare: Callable[[str, Any], None],
+        channel: Any,
+        mine: str,
+    ) -> None:
+        super().__init__(connection, count, declare, channel)
         self._mine = mine
 
     def _get(self, name: str) -> Any:
@@ -82,10 +97,11 @@ class RedisLotReader(LotReader):
             # A queue that expires is kept alive by whoever fetches from it.
             return self._get_as_kombu(name)
         prefix = channel.global_keyprefix
-        keys = [channel._q_for_pri(name, priority) for priority in channel.priority_steps]
-        keys += [channel.unacked_index_key, channel.unacked_key, self._mine]
-        arguments = (time.time(), name, _LOOK_AT)
-        item = channel.client.eval(_FETCH, len(keys), *(prefix + key for key in keys), *arguments)
+        keys = [
+            *self._lists(name),
+            *(prefix + key for key in (channel.unacked_index_key, channel.unacked_key, self._mine)),
+        ]
+        item = channel.client.eval(_FETCH, len(keys), *keys, time.time(), name, _LOOK_AT)
         if item is None:
             return None
         if not isinstance(item, (bytes, str)):
@@ -94,6 +110,16 @@ class RedisLotReader(LotReader):
         # Its own append would write it down once more.
         virtual.QoS.append(channel.qos, message, message.delivery_tag)
         return message
+
+    def ready(self, lot: Lot) -> int:
+        """As the base class; Kombu makes a new client to ask each list for its length."""
+        keys = self._lists(lot.name)
+        return int(self._channel.client.eval(_COUNT, len(keys), *keys))
+
+    def _lists(self, name: str) -> list[str]:
+        """The keys of a queue: a list for each priority, the most urgent first."""
+        channel = self._channel
+        return [channel.global_keyprefix + channel._q_for_pri(name, step) for step in channel.priority_steps]
 
     def _get_as_kombu(self, name: str) -> Any:
         message = super()._get(name)
@@ -107,5 +133,5 @@ def open_reader(connection: Any, agent: WorkerAgent) -> LotReader:
     channel = connection.channel()
     if is_redis(channel):
         mine = unacked_name(agent.settings.namespace, agent.name)
-        return RedisLotReader(connection, agent.count, channel, mine)
-    return LotReader(connection, agent.count, channel)
+        return RedisLotReader(connection, agent.count, agent.declare, channel, mine)
+    return LotReader(connection, agent.count, agent.declare, channel)

@@ -9,10 +9,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import click
 from celery import bootsteps, signals
+from celery.apps.worker import Worker
 from celery.worker import state
 
-from ..errors import RegistryError
+from ..errors import ConfigurationError, RegistryError
 from .acceptance import Acceptance
 from .agent import WorkerAgent
 from .gate import Gatekeeper
@@ -33,6 +35,11 @@ _JOIN_SECONDS = 5.0
 _FAREWELL_SECONDS = 2.0
 
 
+class _WrongSettings(click.ClickException):
+    #: As of the other commands.
+    exit_code = 2
+
+
 class Announce(bootsteps.StartStopStep):  # type: ignore[misc]
     """Creates the worker's agent; its heartbeat and its sweeper begin when the pool is there."""
 
@@ -40,12 +47,25 @@ class Announce(bootsteps.StartStopStep):  # type: ignore[misc]
 
     def __init__(self, worker: Any, **kwargs: Any) -> None:
         super().__init__(worker, **kwargs)
-        self.agent: WorkerAgent = worker.app.capacity.employ(worker)
+        try:
+            self.agent: WorkerAgent = worker.app.capacity.employ(worker)
+        except ConfigurationError as exc:
+            if isinstance(worker, Worker):
+                # The command says one line; a worker that a program has started gets the error itself.
+                raise _WrongSettings(str(exc)) from exc
+            raise
         worker.capacity_agent = self.agent
 
     def start(self, worker: Any) -> None:
         """Once; it outlives the broker's connections."""
         agent = self.agent
+        if agent.registry.url.startswith("memory:"):
+            logger.warning(
+                "the registry %s is for the process that has it: producers in other processes see no worker in it, and"
+                " send as plain Celery does; for the processes of one machine there is sqlite:///path/to/file.db",
+                agent.registry.url,
+                extra={"action": "memory_registry", "worker": agent.name},
+            )
         agent.heart = Heart(agent)
         agent.announce = agent.heart.announce
         agent.sweeper = Sweeper(agent)
@@ -134,12 +154,14 @@ class Gate(bootsteps.StartStopStep):  # type: ignore[misc]
     def _poll(self, hub: Any, wakeup: _Wakeup) -> None:
         if wakeup is not self._wakeup:
             return  # of a connection that is gone
+        self.agent.turned()
         self._check_standing()
         if self.intake.poll_in <= 0:
             self.intake.schedule()
         hub.call_later(min(max(self.intake.poll_in, 0.005), 0.25), self._poll, hub, wakeup)
 
     def _tick(self) -> None:
+        self.agent.turned()
         self._check_standing()
         self.intake.tick()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from ..naming import own_queue_name
 from .mover import Mover
 from .queues import look_at
 from .unacked import restore_unacked
+from .visibility import VisibilityKeeper
 
 if TYPE_CHECKING:
     from .agent import WorkerAgent
@@ -23,10 +25,15 @@ __all__ = ("Sweeper", "clean_up", "give_back_unacked")
 logger = logging.getLogger(__name__)
 
 _SHORTEST_TURN_SECONDS = 3.0
+#: How often it is looked whether what is held has to be kept from the visibility timeout.
+_LOOK_SECONDS = 0.5
 
 
 class Sweeper(threading.Thread):
-    """Every ``sweep_seconds``: this worker's own ledger, then the workers that have lapsed."""
+    """Every ``sweep_seconds``: this worker's own ledger, then the workers that have lapsed.
+
+    And, on Redis, keeps what is held from the visibility timeout: see :mod:`.visibility`.
+    """
 
     def __init__(self, agent: WorkerAgent) -> None:
         super().__init__(name=f"capacity-sweeper-{agent.name}", daemon=True)
@@ -44,12 +51,16 @@ class Sweeper(threading.Thread):
         """Until :meth:`end`."""
         registry = self.agent.open_registry()
         mover = Mover(self.agent, registry)
-        wait = min(1.0, self.agent.settings.sweep_seconds)
+        keeper = VisibilityKeeper(self.agent.ledger, mover.connection)
+        every = self.agent.settings.sweep_seconds
+        sweep_at = time.monotonic() + min(1.0, every)
         try:
-            while not self._ended.wait(wait):
-                wait = self.agent.settings.sweep_seconds
+            while not self._ended.wait(max(0.0, min(sweep_at - time.monotonic(), _LOOK_SECONDS))):
                 try:
-                    self.sweep(mover)
+                    keeper.keep()
+                    if time.monotonic() >= sweep_at:
+                        sweep_at = time.monotonic() + every
+                        self.sweep(mover)
                 except RegistryError as exc:
                     logger.debug("sweep of %s: %s", self.agent.name, exc)
                 except Exception as exc:

@@ -1,4 +1,4 @@
--- Shared: keys, workers, and the free sets.
+-- Shared: keys and workers.
 
 -- Lua's own conversion would round an instant to 14 digits.
 local function text(instant) return string.format('%.0f', instant) end
@@ -12,17 +12,18 @@ local function queue_key(queue) return PREFIX .. ':queue:' .. queue end
 
 -- The workers of one class that may be chosen for a queue, on one node or (nil) on any.  Each is there as
 -- "<name>\0<epoch>\0<capacity>\0<node>", so that a choice need not read the worker; in that order names sort as names do.
+-- "<capacity>/": some of its queues have a limit on this worker.
 local function free_key(queue, class, node)
   if node then return PREFIX .. ':free:' .. class .. ':' .. #queue .. ':' .. queue .. ':' .. node end
   return PREFIX .. ':free:' .. class .. '::' .. queue
 end
 
 -- Fields of a worker, by position: 1 epoch, 2 node, 3 capacity ('' = not known), 4 held, 5 late_at, 6 lapse_at, 7 drain
--- (its reason, or false), 8 listed: as it is in the free sets, or '', 9 class; then those asked for.  1 is false if there
--- is no such worker.
+-- (its reason, or false), 8 listed: as it is in the free sets, or '', 9 class, 10 shares: as JSON, the limits of queues on
+-- this worker, or ''; then those asked for.  1 is false if there is no such worker.
 local function read_worker(name, ...)
   return call('HMGET', worker_key(name),
-    'epoch', 'node', 'capacity', 'held', 'late_at', 'lapse_at', 'drain', 'listed', 'class', ...)
+    'epoch', 'node', 'capacity', 'held', 'late_at', 'lapse_at', 'drain', 'listed', 'class', 'shares', ...)
 end
 
 -- What keeps a worker from taking anything now, or nil: the one derivation of who may be chosen.
@@ -32,26 +33,4 @@ local function unfit(worker)
   local capacity = tonumber(worker[3])
   if not capacity then return 'UNKNOWN_CAPACITY' end
   if tonumber(worker[4]) >= capacity then return 'FULL' end
-end
-
--- Replace a worker's entry in the free sets of all its queues; '' = none.
-local function set_listed(name, old, new)
-  local key = worker_key(name)
-  local worker = call('HMGET', key, 'queues', 'class', 'node')
-  for _, queue in ipairs(cjson.decode(worker[1])) do
-    for _, free in ipairs({free_key(queue, worker[2]), free_key(queue, worker[2], worker[3])}) do
-      if old ~= '' then call('ZREM', free, old) end
-      if new ~= '' then call('ZADD', free, 0, new) end
-    end
-  end
-  call('HSET', key, 'listed', new)
-end
-
--- Bring the free sets up to date after anything about the worker has changed.  What changes by time alone has an entry in
--- DUE, so that after settle() they are exact.
-local function refresh(name)
-  local worker = read_worker(name)
-  local new = ''
-  if not unfit(worker) then new = table.concat({name, worker[1], worker[3], worker[2]}, '\0') end
-  if new ~= worker[8] then set_listed(name, worker[8], new) end
 end

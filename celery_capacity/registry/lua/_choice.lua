@@ -34,7 +34,7 @@ end
 
 -- An entry of a worker that is not there any more: its key was evicted or deleted, for nothing here leaves one.
 local function drop_entry(queue, classes, entry)
-  local node = string.match(entry, '^[^%z]*%z%d+%z%d+%z(.*)$')
+  local node = string.match(entry, '^[^%z]*%z%d+%z%d+/?%z(.*)$')
   for class in string.gmatch(classes, '[^,]+') do
     call('ZREM', free_key(queue, class), entry)
     call('ZREM', free_key(queue, class, node), entry)
@@ -43,7 +43,7 @@ end
 
 -- The most useful reason why there is nobody, from at most 64 workers, so that refusing does not cost more in a
 -- larger fleet; those whose leases are newest come first.
-local USEFUL = {'FULL', 'DRAINING', 'UNKNOWN_CAPACITY', 'LATE', 'LAPSED'}
+local USEFUL = {'FULL', 'WORKER_LIMIT', 'DRAINING', 'UNKNOWN_CAPACITY', 'LATE', 'LAPSED'}
 local function why_nobody(queue, task, node, classes)
   if classes == '' then return 'UNKNOWN_TASK' end
   local names
@@ -59,6 +59,8 @@ local function why_nobody(queue, task, node, classes)
     if worker[1] and string.find(classes, worker[9], 1, true) then
       local reason = unfit(worker)
       if reason == 'FULL' then return reason end
+      local limit = not reason and share_limit(worker[10], queue)
+      if limit and share_held(name, queue) >= limit then reason = 'WORKER_LIMIT' end
       found[reason or ''], any = true, true
     end
   end

@@ -14,6 +14,7 @@ local function claim(name, worker, token, queue, ttl)
     call('HSET', key, 'slot:' .. token, 'C' .. now_text .. ' ' .. queue, 'held', held)
     call('HINCRBY', key, 'committed', 1)
   end
+  if worker[10] ~= '' then count_share(name, queue, 1, worker[10], worker[8], worker[9], worker[2]) end
   if held >= tonumber(worker[3]) then set_listed(name, worker[8], '') end
   return deadline
 end
@@ -37,7 +38,8 @@ local function why_not(name, worker, queue, task, node, room)
   if task ~= '' and not knows(worker[9], string.sub(task, 2)) then return 'UNKNOWN_TASK' end
   if node ~= '' and node ~= ':' .. worker[2] then return 'OTHER_NODE' end
   if room == nil then room = has_room(queue) end
-  return unfit(worker) or (not room and 'LIMIT') or nil
+  local limit = share_limit(worker[10], queue)
+  return unfit(worker) or (limit and share_held(name, queue) >= limit and 'WORKER_LIMIT') or (not room and 'LIMIT') or nil
 end
 
 -- Refuse; if the caller will park, set the lot's mark.  A version is never used twice, not even after a flush.

@@ -2,10 +2,20 @@
 
 local function node_key(queue, node) return PREFIX .. ':node:' .. #queue .. ':' .. queue .. ':' .. node end
 
+-- What limits a queue over the fleet: what was ordered, else what a worker declared.
+local function limit_queue(queue, what, limit)
+  local key = queue_key(queue)
+  if limit then call('HSET', key, what, limit) else call('HDEL', key, what) end
+  local said = call('HMGET', key, 'ordered', 'declared')
+  if said[1] or said[2] then call('HSET', key, 'limit', said[1] or said[2]) else call('HDEL', key, 'limit') end
+end
+
 local function drop_if_idle(queue)
-  local counts = call('HMGET', queue_key(queue), 'limit', 'held')
-  if counts[1] or tonumber(counts[2] or 0) > 0 then return end
   if call('EXISTS', PREFIX .. ':classes:' .. queue) == 1 then return end
+  local counts = call('HMGET', queue_key(queue), 'ordered', 'held', 'declared')
+  -- What workers have declared holds as long as there are any.
+  if counts[3] then limit_queue(queue, 'declared') end
+  if counts[1] or tonumber(counts[2] or 0) > 0 then return end
   call('DEL', queue_key(queue))
   call('SREM', PREFIX .. ':queues', queue)
 end

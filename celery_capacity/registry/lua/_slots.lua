@@ -29,8 +29,10 @@ local function free(owner, token, kind, queue)
   if named_owner(token) ~= owner then call('HDEL', PREFIX .. ':strays', token) end
   call('HINCRBY', key, 'held', -1)
   call('HINCRBY', queue_key(queue), 'held', -1)
+  local now_has = call('HMGET', key, 'shares', 'listed', 'class', 'node')
+  if now_has[1] ~= '' then count_share(owner, queue, -1, unpack(now_has)) end
   -- One that is listed stays so: it only has more room now.
-  if call('HGET', key, 'listed') == '' then refresh(owner) end
+  if now_has[2] == '' then refresh(owner) end
 end
 
 -- Record a slot that the worker really holds, even past its capacity; true unless the token is known.
@@ -43,5 +45,6 @@ local function put_back(name, token, queue)
   if named_owner(token) ~= name then call('HSET', PREFIX .. ':strays', token, name) end
   call('HINCRBY', queue_key(queue), 'held', 1)
   call('SADD', PREFIX .. ':queues', queue)
+  count_share(name, queue, 1, unpack(call('HMGET', key, 'shares', 'listed', 'class', 'node')))
   return true
 end

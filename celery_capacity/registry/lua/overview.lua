@@ -1,6 +1,6 @@
 -- All workers, gone ones too, all queues, and all counters.
 -- Returns {now, {queues as in _views.lua}, {workers as in _views.lua}, {gone workers: name, node, epoch, capacity or '',
--- queues as JSON, beat, host, pid}, {counter, total, ...}}.
+-- queues as JSON, beat, host, pid}, {counter, total, ...}, {lot, its mark as in _marks.lua, ...}}.
 settle()
 local workers, gone, queues, names = {}, {}, {}, waiting_queues()
 for _, name in ipairs(call('ZRANGE', PREFIX .. ':workers', 0, -1)) do workers[#workers + 1] = show_worker(name) end
@@ -18,4 +18,4 @@ for queue in pairs(names) do
     queues[#queues + 1] = shown
   end
 end
-return answer({now, queues, workers, gone, call('HGETALL', PREFIX .. ':counters')})
+return answer({now, queues, workers, gone, call('HGETALL', PREFIX .. ':counters'), call('HGETALL', PREFIX .. ':marks')})

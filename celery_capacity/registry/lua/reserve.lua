@@ -1,6 +1,7 @@
 -- Choose a worker and claim one of its slots.  What happens at most dispatches is here in one line, without a function, and
 -- whatever is rarer is in rarely(): even to define a function costs time.
--- ARGV: queue; task and node, each '' (any) or ':' and the name; ttl in microseconds; nonce of the token; lot to mark, or ''.
+-- ARGV: queue; task and node, each '' (any) or ':' and the name; ttl in microseconds; nonce of the token; lot to mark, or '';
+-- the preferred node, or ''.
 -- Returns {entry of the worker as in _base.lua, deadline}, or {0, reason, served, detail}.
 local queue, task, node, lib = ARGV[1], ARGV[2], ARGV[3], nil
 if call('ZRANGEBYSCORE', DUE, '0', now_text)[1] then
@@ -18,6 +19,10 @@ if not generation then return refused('NO_WORKER', nil, '', 0) end
 if limit and tonumber(held) >= tonumber(limit) then return refused('LIMIT', nil, ARGV[6], ARGV[4], 'NO_WORKER') end
 
 local pinned = node ~= '' and string.sub(node, 2) or nil
+if ARGV[7] ~= '' and not pinned then
+  lib = lib or rarely()
+  if lib.next_after(queue, lib.classes_of(queue, task), ARGV[7], '') then pinned = ARGV[7] end
+end
 local turns_key = key
 if pinned then
   lib = lib or rarely()
@@ -30,7 +35,7 @@ if known ~= generation then
   classes, last = lib.classes_of(queue, task), last or ''
 end
 
-local entry, name, epoch, capacity, worker, count
+local entry, name, epoch, capacity, shares, worker, count
 repeat
   if pinned or #classes ~= 16 then
     lib = lib or rarely()
@@ -44,7 +49,7 @@ repeat
     lib = lib or rarely()
     return refused(lib.why_nobody(queue, task, pinned, classes), nil, ARGV[6], ARGV[4], 'NO_WORKER')
   end
-  name, epoch, capacity = string.match(entry, '^([^%z]*)%z(%d+)%z(%d+)')
+  name, epoch, capacity, shares = string.match(entry, '^([^%z]*)%z(%d+)%z(%d+)(/?)')
   worker = PREFIX .. ':worker:' .. name
   count = call('HMGET', worker, 'held', 'listed')
   if count[2] ~= entry then
@@ -57,6 +62,11 @@ local deadline = now + ARGV[4]
 local at, token = string.format('%.0f', deadline), ARGV[5] .. '.' .. epoch .. '.' .. name
 call('ZADD', DUE, at, 's' .. token)
 call('HSET', worker, 'slot:' .. token, 'R' .. at .. ' ' .. queue, 'held', count[1] + 1)
+if shares ~= '' then
+  lib = lib or rarely()
+  local has = call('HMGET', worker, 'shares', 'class', 'node')
+  lib.count_share(name, queue, 1, has[1], entry, has[2], has[3])
+end
 if count[1] + 1 >= tonumber(capacity) then
   lib = lib or rarely()
   lib.set_listed(name, entry, '')

@@ -1,12 +1,7 @@
--- ARGV: queue; limit, or '' = none.
+-- ARGV: queue; limit, or '' = what the workers declare.
 -- Returns {}.
 settle()
 local queue, limit = ARGV[1], ARGV[2]
-if limit ~= '' then
-  call('HSET', queue_key(queue), 'limit', limit)
-  call('SADD', PREFIX .. ':queues', queue)
-else
-  call('HDEL', queue_key(queue), 'limit')
-  drop_if_idle(queue)
-end
+limit_queue(queue, 'ordered', limit ~= '' and limit)
+if limit ~= '' then call('SADD', PREFIX .. ':queues', queue) else drop_if_idle(queue) end
 return answer({})
