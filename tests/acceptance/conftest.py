@@ -39,7 +39,7 @@ from pytest_celery import (
 )
 from support import docker_nodes, local_nodes
 from support.docker_nodes import capacity_worker_image  # noqa: F401 - a fixture
-from support.fleet import Fleets, close_app, registry_kind
+from support.fleet import close_app, registry_kind
 from support.journal import JOURNAL_ENV, Journal
 from support.servers import RabbitServer, RedisServer, shared_rabbit_url, unique
 from support.tasks_app import build_app
@@ -61,13 +61,6 @@ class CapacityTestSetup(CeleryTestSetup):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.ping = self.app.tasks["ping"]
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            # Celery's Redis result consumer leaves sockets to the collector, which blames whatever test is running.
-            item.add_marker(pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning"))
 
 
 # -- what a test may say -----------------------------------------------------------------------------------
@@ -242,14 +235,6 @@ def celery_worker_cluster(
         cluster = CeleryWorkerCluster(*nodes)
         yield cluster
         cluster.teardown()
-
-
-@pytest.fixture(scope="module")
-def fleets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleets]:
-    """Workers that the tests of a module share, on local processes only."""
-    fleets = Fleets(tmp_path_factory.mktemp("fleets"))
-    yield fleets
-    fleets.close()
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import pytest
 from celery import chain, chord, group
 from support.fleet import Fleet, Fleets
-from support.servers import unique
 
 THREE = {"w1@north": {}, "w2@south": {}, "w3@west": {}}
 TOTAL = 6
@@ -18,11 +17,6 @@ TOTAL = 6
 def fleet(fleets: Fleets, request: pytest.FixtureRequest) -> Iterator[Fleet]:
     with fleets.use(request.param, THREE) as fleet:
         yield fleet
-
-
-@pytest.fixture
-def key() -> str:
-    return unique("canvas")
 
 
 class TestCanvas:

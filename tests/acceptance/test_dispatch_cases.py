@@ -32,11 +32,6 @@ def fleet(fleets: Fleets, request: pytest.FixtureRequest) -> Iterator[Fleet]:
         yield fleet
 
 
-@pytest.fixture
-def key() -> str:
-    return unique("dispatch")
-
-
 class TestRotation:
     def test_idle_workers_take_turns(self, fleet: Fleet, key: str) -> None:
         for number in range(9):

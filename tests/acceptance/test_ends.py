@@ -33,11 +33,6 @@ def fleet(fleets: Fleets, request: pytest.FixtureRequest) -> Iterator[Fleet]:
         fleet.assert_takes(CAPACITY)
 
 
-@pytest.fixture
-def key() -> str:
-    return unique("end")
-
-
 def state_of(fleet: Fleet, result: AsyncResult, limit: float = 20.0) -> str:
     fleet.wait(result.ready, limit, f"a result of {result.id}, which is {result.state}")
     return str(result.state)

@@ -22,11 +22,6 @@ MATRIX = ["redis", "rabbitmq-quorum", pytest.param("rabbitmq", marks=pytest.mark
 SOON = 3.0
 
 
-@pytest.fixture
-def key() -> str:
-    return unique("prefetch")
-
-
 @pytest.fixture(params=MATRIX)
 def pair(fleets: Fleets, request: pytest.FixtureRequest) -> Iterator[Fleet]:
     # Celery's own prefetch would take in many more.

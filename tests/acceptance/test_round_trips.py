@@ -7,19 +7,13 @@ import sys
 import textwrap
 from pathlib import Path
 
-import pytest
 import redis
 from support.fleet import Fleet, Fleets
-from support.servers import RedisServer, unique
+from support.servers import RedisServer
 
 #: Heartbeats and looks at empty lots during the test.
 QUIET = {"capacity_heartbeat_seconds": 7.0, "capacity_poll_seconds": 5.0, "capacity_sweep_seconds": 60.0}
 TASKS = 40
-
-
-@pytest.fixture
-def key() -> str:
-    return unique("trips")
 
 
 def _calls(server: RedisServer) -> int:

@@ -7,7 +7,7 @@ of several true reasons it gives, say), the model answers with the set of right 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from celery_capacity.models import Advert, Demand, Lot, Reason
 
@@ -37,6 +37,7 @@ class ModelMark:
     queue: str
     version: int
     parked_until: float
+    found_empty: bool = False
 
 
 @dataclass
@@ -53,7 +54,9 @@ class Model:
     workers: dict[str, ModelWorker] = field(default_factory=dict)
     slots: dict[str, ModelSlot] = field(default_factory=dict)
     marks: dict[str, ModelMark] = field(default_factory=dict)
-    limits: dict[str, int] = field(default_factory=dict)
+    #: Set by hand, and declared by workers.
+    ordered: dict[str, int] = field(default_factory=dict)
+    declared: dict[str, int] = field(default_factory=dict)
     gone: dict[str, ModelGone] = field(default_factory=dict)
     #: The names that the cursor of a pool may stand at.  More than one only where a pool was empty for a moment.
     cursors: dict[tuple[str, str | None, str | None], set[str]] = field(default_factory=dict)
@@ -78,8 +81,19 @@ class Model:
     def held_for(self, queue: str) -> int:
         return sum(s.queue == queue for s in self.slots.values())
 
+    def limit(self, queue: str) -> int | None:
+        return self.ordered.get(queue, self.declared.get(queue))
+
     def has_room(self, queue: str) -> bool:
-        return queue not in self.limits or self.held_for(queue) < self.limits[queue]
+        limit = self.limit(queue)
+        return limit is None or self.held_for(queue) < limit
+
+    def share_held(self, name: str, queue: str) -> int:
+        return sum(s.queue == queue for s in self.held_by(name))
+
+    def share_taken(self, name: str, queue: str) -> bool:
+        limit = self.workers[name].advert.worker_queues.get(queue)
+        return limit is not None and self.share_held(name, queue) >= limit
 
     def lapsed(self, worker: ModelWorker) -> bool:
         return self.now >= worker.beat + worker.advert.lapse_seconds
@@ -88,7 +102,7 @@ class Model:
         return any(queue in w.advert.queues and not self.lapsed(w) for w in self.workers.values())
 
     def waiting(self, queue: str) -> bool:
-        return any(mark.queue == queue for mark in self.marks.values())
+        return any(mark.queue == queue and not mark.found_empty for mark in self.marks.values())
 
     def mismatches(self, name: str, queue: str, task: str | None, node: str | None) -> set[Reason]:
         advert = self.workers[name].advert
@@ -123,12 +137,18 @@ class Model:
         reasons = self.mismatches(name, queue, task, node) | self.conditions(name)
         if self.full(name):
             reasons.add(Reason.FULL)
+        if self.share_taken(name, queue):
+            reasons.add(Reason.WORKER_LIMIT)
         if not self.has_room(queue):
             reasons.add(Reason.LIMIT)
         return reasons
 
     def choices(self, demand: Demand) -> set[str]:
         """The workers that may be chosen now: one, unless it is open where the cursor stands."""
+        if demand.prefer_node is not None and demand.node is None:
+            preferred = self.choices(replace(demand, node=demand.prefer_node))
+            if preferred:
+                return preferred
         names = sorted(n for n in self.workers if not self.why_not(n, demand.queue, demand.task, demand.node))
         if not names:
             return set()
@@ -141,8 +161,10 @@ class Model:
             return {Reason.NO_WORKER}
         reasons = set() if self.has_room(demand.queue) else {Reason.LIMIT}
         matching = [n for n in self.workers if not self.mismatches(n, demand.queue, demand.task, demand.node)]
-        if any(self.full(n) and not self.conditions(n) for n in matching):
-            return reasons | {Reason.FULL}
+        busy = {Reason.FULL for n in matching if self.full(n) and not self.conditions(n)}
+        busy |= {Reason.WORKER_LIMIT for n in matching if self.share_taken(n, demand.queue) and not self.conditions(n)}
+        if busy:
+            return reasons | busy
         for name in matching:
             reasons |= self.conditions(name)
         if not matching:
@@ -157,13 +179,26 @@ class Model:
         self.slots[token] = ModelSlot(worker, owner.epoch, demand.queue, deadline, self.now if commit else None)
 
     def chosen(self, worker: str, demand: Demand) -> None:
-        self.cursors[demand.queue, demand.task, demand.node] = {worker}
+        node = demand.node
+        if node is None and self.workers[worker].advert.node == demand.prefer_node:
+            node = demand.prefer_node
+        self.cursors[demand.queue, demand.task, node] = {worker}
 
     def put_back(self, worker: str, token: str, queue: str) -> bool:
         if token in self.slots:
             return False
         self.slots[token] = ModelSlot(worker, self.workers[worker].epoch, queue, math.inf, self.now)
         return True
+
+    def make_room(self, worker: str, restored: int) -> None:
+        capacity, owner = self.workers[worker].capacity, self.workers[worker]
+        for _ in range(restored):
+            held = [token for token, slot in self.slots.items() if slot.worker == worker]
+            reserved = [token for token in held if self.slots[token].committed_at is None]
+            if capacity is None or len(held) <= capacity or not reserved:
+                return
+            latest = max(reversed(reserved), key=lambda token: self.slots[token].deadline)
+            owner.inherited_until = max(owner.inherited_until, self.slots.pop(latest).deadline)
 
     def park(self, demand: Demand) -> None:
         if demand.park_lot is None or not self.served(demand.queue):
@@ -189,12 +224,17 @@ class Model:
         mark = self.marks.get(lot)
         if mark is not None and mark.version == version and self.now >= mark.parked_until:
             del self.marks[lot]
+        elif mark is not None and mark.version == version:
+            mark.found_empty = True
         return lot in self.marks
 
     def remove(self, name: str) -> ModelWorker:
         """Take a worker out with all its slots."""
         self.slots = {token: s for token, s in self.slots.items() if s.worker != name}
         worker = self.workers.pop(name)
+        for queue in list(self.declared):
+            if not any(queue in w.advert.queues for w in self.workers.values()):
+                del self.declared[queue]
         for (queue, task, node), cursors in list(self.cursors.items()):
             if all(self.mismatches(n, queue, task, None) for n in self.workers):
                 # Nobody is left in the pool, so that its turns are forgotten.
@@ -215,6 +255,9 @@ class Model:
         self.workers[advert.worker] = ModelWorker(
             advert, epoch, advert.capacity, self.now, inherited_until=inherited_until
         )
+        for queue in advert.queues:
+            self.declared.pop(queue, None)
+        self.declared.update(advert.queue_limits)
         for key, names in cursors.items():
             if key not in self.cursors and not self.mismatches(advert.worker, *key[:2], None):
                 # The pool was empty only within this one step: a store may or may not have noticed.

@@ -37,6 +37,8 @@ WORKERS = st.sampled_from(["a", "b", "b2", "c"])
 NODES = st.sampled_from(["east", "west"])
 QUEUES = st.sampled_from(["q", "r"])
 TASKS = st.sampled_from(["t", "u"])
+#: Limits of the queues that a worker serves, on it and over the fleet.
+LIMITS = st.sampled_from([{}, {}, {}, {"q": 1}, {"q": 2}, {"q": 0, "r": 1}, {"r": 2}])
 CAPACITIES = st.sampled_from([None, 0, 1, 1, 2, 3])
 LOTS = st.permutations([Lot("q", "q"), Lot("r", "r"), Lot("q-east", "q")]).map(tuple)
 THEN = st.sampled_from([None, "marked lots", "any lot"])
@@ -61,6 +63,7 @@ def machine(store: Any) -> type[RuleBasedStateMachine]:
         node=st.sampled_from([None, None, None, "east", "west"]),
         ttl_seconds=st.sampled_from(ttls),
         park_lot=st.sampled_from([None, "q", "q-east"]),
+        prefer_node=st.sampled_from([None, None, "east", "nowhere"]),
     ).map(lambda d: replace(d, park_lot="r") if d.queue == "r" and d.park_lot else d)
     opened = iter(range(10**9))
 
@@ -123,9 +126,21 @@ def machine(store: Any) -> type[RuleBasedStateMachine]:
             queues=st.sets(QUEUES, min_size=1),
             tasks=st.frozensets(TASKS, min_size=1),
             capacity=CAPACITIES,
+            shares=LIMITS,
+            limits=LIMITS,
         )
-        def register(self, data, worker, node, queues, tasks, capacity):
-            advert = Advert(worker, node, tuple(sorted(queues)), tasks, capacity, lease, lapse)
+        def register(self, data, worker, node, queues, tasks, capacity, shares, limits):
+            advert = Advert(
+                worker,
+                node,
+                tuple(sorted(queues)),
+                tasks,
+                capacity,
+                lease,
+                lapse,
+                worker_queues={queue: limit for queue, limit in shares.items() if queue in queues},
+                queue_limits={queue: limit for queue, limit in limits.items() if queue in queues},
+            )
             self._register(
                 advert, data.draw(st.lists(st.sampled_from(self.seen[-8:]), max_size=2) if self.seen else st.just([]))
             )
@@ -185,6 +200,7 @@ def machine(store: Any) -> type[RuleBasedStateMachine]:
             expected = self._current(worker, epoch) and self.model.put_back(worker, slot.token, queue)
             assert self.registry.restore(worker, epoch, [slot]) == int(expected)
             if expected:
+                self.model.make_room(worker, 1)
                 self.seen.append(slot)
 
         @rule(data=st.data(), worker=WORKERS, capacity=CAPACITIES)
@@ -357,9 +373,9 @@ def machine(store: Any) -> type[RuleBasedStateMachine]:
         @rule(queue=QUEUES, limit=st.sampled_from([None, None, 0, 1, 3]))
         def set_limit(self, queue, limit):
             self.registry.set_limit(queue, limit)
-            self.model.limits.pop(queue, None)
+            self.model.ordered.pop(queue, None)
             if limit is not None:
-                self.model.limits[queue] = limit
+                self.model.ordered[queue] = limit
 
         @rule(cleaner=st.sampled_from(["x", "y"]), seconds=st.sampled_from([5, 100] if by_hand else [3600]))
         def expire(self, cleaner, seconds):
@@ -389,7 +405,7 @@ def machine(store: Any) -> type[RuleBasedStateMachine]:
             assert [w.name for w in census.workers] == sorted(self.model.workers)
             for shown in census.workers:
                 assert (shown.reason or None) in (self.model.why_not(shown.name, queue, task, node) or {None})
-            assert (census.limit, census.held) == (self.model.limits.get(queue), self.model.held_for(queue))
+            assert (census.limit, census.held) == (self.model.limit(queue), self.model.held_for(queue))
             assert census.waiting == self.model.waiting(queue)
 
         @invariant()
@@ -409,10 +425,14 @@ def machine(store: Any) -> type[RuleBasedStateMachine]:
                 assert shown.state in ({_STATE_OF[c] for c in conditions} or {WorkerState.READY})
                 reasons = conditions | ({Reason.FULL} if self.model.full(shown.name) else set())
                 assert shown.reason in (reasons or {None})
+                limits = sorted(worker.advert.worker_queues.items())
+                assert shown.shares == tuple((q, self.model.share_held(shown.name, q), limit) for q, limit in limits)
             queues = {q.name: (q.limit, q.held, q.waiting) for q in overview.queues}
             for name in ("q", "r"):
-                model = (self.model.limits.get(name), self.model.held_for(name), self.model.waiting(name))
+                model = (self.model.limit(name), self.model.held_for(name), self.model.waiting(name))
                 assert queues.get(name, (None, 0, False)) == model
+            lots = [(lot.name, lot.queue) for lot in overview.lots]
+            assert lots == sorted((name, mark.queue) for name, mark in self.model.marks.items() if not mark.found_empty)
 
         def teardown(self):
             self.registry.close()

@@ -21,7 +21,7 @@ from celery import Celery
 
 from celery_capacity import open_registry
 from celery_capacity.models import WorkerView
-from celery_capacity.naming import node_lot, own_queue_name, unknown_lot
+from celery_capacity.naming import later_lot, node_lot, own_queue_name, unknown_lot
 from celery_capacity.registry import Registry
 
 from .journal import Journal
@@ -202,6 +202,7 @@ class Fleet:
         queues = [
             self.queue,
             unknown_lot(self.namespace, self.queue),
+            later_lot(self.namespace, self.queue),
             *(self.own_queue(worker.nodename) for worker in self.workers.values()),
             *(self.lot(node) for node in nodes),
         ]
@@ -270,14 +271,17 @@ class Fleet:
         with self.app.connection_for_write() as connection, connection.Producer() as producer:
             producer.publish(body, exchange="", routing_key=routing_key or self.queue, **options)
 
-    def assert_takes(self, capacity: int, *, key: str | None = None, **options: Any) -> None:
-        """The workers run exactly ``capacity`` tasks at once, and one more only when one of those has ended."""
+    def assert_takes(self, capacity: int, *, key: str | None = None, already: int = 0, **options: Any) -> None:
+        """The workers run exactly ``capacity`` tasks at once, and one more only when one of those has ended.
+
+        That many beside ``already`` that run.
+        """
         key = key or unique("takes")
-        self.wait(lambda: not self.held(), QUIET_LIMIT, "all slots to be given back")
+        self.wait(lambda: sum(self.held().values()) == already, QUIET_LIMIT, "all slots to be given back")
         for number in range(capacity + 1):
             self.tasks["hold"].apply_async(kwargs={"gate": key, "key": f"{key}-{number}"}, **options)
         self.started(key, capacity)
-        assert sum(self.held().values()) == capacity, self.summary()
+        assert sum(self.held().values()) == capacity + already, self.summary()
         assert len(self.runs(key)) == capacity
         self.journal.open_gate(key)
         self.ended(key, capacity + 1)
@@ -383,10 +387,9 @@ class Fleets:
                 broker = self.redis_url() if broker_kind == "redis" else stack.enter_context(shared_rabbit_url())
             if registry is None:
                 registry = self.redis_url() if registry_kind() == "redis" else f"sqlite:///{directory / 'capacity.db'}"
-            kind = _QUORUM if broker_kind == "rabbitmq-quorum" else {}
-            fleet = Fleet(
-                directory, broker=broker, backend=self.redis_url(), registry=registry, conf={**kind, **(conf or {})}
-            )
+            conf = {**(_QUORUM if broker_kind == "rabbitmq-quorum" else {}), **(conf or {})}
+            backend = conf.pop("result_backend", None) or self.redis_url()
+            fleet = Fleet(directory, broker=broker, backend=backend, registry=registry, conf=conf)
             stack.callback(fleet.close)
             for nodename, options in workers.items():
                 fleet.start(nodename, **options)

@@ -83,6 +83,7 @@ class Run:
     redelivered: bool
     start: float
     end: float | None = None
+    priority: int | None = None
     #: ``returned``, the name of the exception, or ``gone`` if its process died.
     outcome: str | None = None
 
@@ -227,6 +228,7 @@ class Journal:
                 queue=event.get("queue", ""),
                 redelivered=event.get("redelivered", False),
                 start=event["mono"],
+                priority=event.get("priority"),
             )
         elif kind == "end":
             run = self._runs[event["run"]]

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 
 from . import processes
+from .fleet import Fleets
 from .journal import Journal
+from .servers import unique
 from .workers import WorkerProcess, end_workers
 
-__all__ = ("journal", "start_worker")
+__all__ = ("fleets", "journal", "key", "start_worker")
 
 StartWorker = Callable[..., WorkerProcess]
 
@@ -21,6 +23,20 @@ StartWorker = Callable[..., WorkerProcess]
 def journal(tmp_path: Path) -> Journal:
     """What the tasks of this test write down."""
     return Journal(tmp_path / "journal")
+
+
+@pytest.fixture(scope="module")
+def fleets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleets]:
+    """Workers that the tests of a module share, on local processes only."""
+    fleets = Fleets(tmp_path_factory.mktemp("fleets"))
+    yield fleets
+    fleets.close()
+
+
+@pytest.fixture
+def key(request: pytest.FixtureRequest) -> str:
+    """What the keys of this test's runs begin with."""
+    return unique(request.path.stem.removeprefix("test_"))
 
 
 @pytest.fixture
@@ -44,6 +60,13 @@ def start_worker(tmp_path: Path, journal: Journal) -> Iterator[StartWorker]:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "own_servers: the test stops or restarts its broker, so it gets one of its own")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if {"acceptance", "features"} & set(item.path.parts):
+            # Celery's Redis result consumer leaves sockets to the collector, which blames whatever test is running.
+            item.add_marker(pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning"))
 
 
 @pytest.hookimpl(tryfirst=True)

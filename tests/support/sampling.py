@@ -61,6 +61,9 @@ class Sampler:
             if worker.reserved < 0 or worker.committed < 0:
                 self._violation(f"{who}: reserved={worker.reserved} committed={worker.committed}")
             self._compare(("worker", worker.name, worker.epoch), who, worker.held, worker.capacity)
+            for share in worker.shares:
+                whose = ("share", worker.name, worker.epoch, share.queue)
+                self._compare(whose, f"{who}, queue {share.queue}", share.held, share.limit)
             self.most_held[worker.name] = max(worker.held, self.most_held.get(worker.name, 0))
         for queue in overview.queues:
             self._compare(("queue", queue.name), f"queue {queue.name}", queue.held, queue.limit)

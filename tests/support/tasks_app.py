@@ -44,6 +44,7 @@ from celery.exceptions import Ignore, Reject
 from kombu import Queue
 from kombu.common import Broadcast
 
+from . import calling_tasks
 from .journal import JOURNAL_ENV, journalled
 
 __all__ = ("BROADCAST_ENV", "CONF_ENV", "EXTRA_ENV", "PLUGIN_ENV", "app", "build_app")
@@ -71,6 +72,7 @@ class JournalledTask(Task):  # type: ignore[misc]
             retries=request.retries or 0,
             queue=delivery.get("routing_key") or "",
             redelivered=bool(delivery.get("redelivered")),
+            priority=delivery.get("priority"),
         ):
             return self.run(*args, **kwargs)
 
@@ -116,6 +118,7 @@ def build_app(
         settings["task_queues"] = [Queue(settings["task_default_queue"]), Broadcast(broadcast, routing_key=broadcast)]
     app.config_from_object(settings)
     define_tasks(app)
+    calling_tasks.define(app, JournalledTask)
     if plugin:
         # As an attribute looked up late: the module must be usable with and without the plugin.
         importlib.import_module("celery_capacity").install(app)
@@ -205,11 +208,27 @@ def define_tasks(app: Celery) -> None:
         """Kills its process, again and again."""
         os._exit(1)
 
+    @task(name="spin", base=JournalledTask)
+    def spin(seconds: float, key: str | None = None) -> int:
+        """Keep the interpreter busy, and its lock as long as Python lets one thread have it."""
+        turns, until = 0, time.monotonic() + seconds
+        while time.monotonic() < until:
+            turns += sum(range(1000)) > 0
+        return turns
+
     @task(name="hold", base=JournalledTask)
     def hold(gate: str, key: str | None = None, limit: float = 60.0) -> str | None:
         """Run until the test opens the gate."""
         wait_for_gate(gate, limit)
         return key
+
+    @task(name="retry_at_gate", base=JournalledTask, bind=True)
+    def retry_at_gate(self: Task, gate: str, key: str | None = None) -> int:
+        """Retry once, as soon as the gate is open."""
+        wait_for_gate(gate, 60.0)
+        if not self.request.retries:
+            raise self.retry(countdown=0)
+        return int(self.request.retries)
 
     @task(name="hold_late", base=JournalledTask, acks_late=True)
     def hold_late(gate: str, key: str | None = None, limit: float = 60.0) -> str | None:

@@ -201,6 +201,7 @@ def test_every_reason_is_explained(registry, run):
         "limit": None,
         "held": 1,
         "waiting": False,
+        "lots": [],
     }
 
 
@@ -213,6 +214,17 @@ def test_limit_is_the_reason_where_slots_are_free(registry, run):
     assert run("explain", "q").stdout.startswith(
         "queue 'q': 0 free slots on 0 of 1 worker; limit 1, 1 held; nothing is waiting\n"
     )
+
+
+def test_limit_on_a_worker_is_the_reason_and_shown(registry, run):
+    registry.register(advert("w@n", 5, queues=("q", "r"), worker_queues={"q": 1}))
+    reserve(registry)
+    result = run("explain", "q", "--json")
+    assert reasons(result)["w@n"] == (
+        "limit of the queue on this worker",
+        "has free slots, but not for this queue: 1 of 1 held on this worker",
+    )
+    assert "  q 1/1, r  " in run("status").stdout
 
 
 def test_text_is_a_summary_and_a_row_for_each_worker(registry, run):

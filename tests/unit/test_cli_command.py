@@ -56,6 +56,35 @@ def test_wrong_seconds_change_nothing(registry, run, seconds):
     assert state_of(registry, "w@n") is WorkerState.READY
 
 
+# -- limit ---------------------------------------------------------------------------------------------------
+
+
+def test_limit_is_set_and_taken_back(registry, run):
+    registry.register(advert("w@n", queue_limits={"q": 7}))
+    result = run("limit", "q", "2")
+    assert (result.exit_code, result.stdout) == (0, "queue q: limit 2, 0 held\n")
+    assert registry.census("q").limit == 2
+    result = run("limit", "q", "default")
+    assert (result.exit_code, result.stdout) == (0, "queue q: limit 7, 0 held (as the workers declare)\n")
+    registry.register(advert("w@n"))
+    assert run("limit", "q", "default").stdout == "queue q: no limit, 0 held (as the workers declare)\n"
+
+
+@pytest.mark.parametrize("value", ["-1", "2.5", "none", ""])
+def test_limit_takes_whole_numbers(registry, run, value):
+    result = run("limit", "--", "q", value)
+    assert result.exit_code == 2
+    assert f"{value!r} is not a whole number from 0 up, or 'default'" in result.stderr
+    assert registry.census("q").limit is None
+
+
+def test_limit_of_a_queue_that_is_not_managed_is_refused(registry, run):
+    result = run("limit", "q", "1", capacity_queues="other")
+    assert result.exit_code == 2
+    assert "'q' is not selected by capacity_queues" in result.stderr
+    assert registry.census("q").limit is None
+
+
 @pytest.mark.parametrize("command", ["drain", "admit"])
 def test_unknown_worker_is_named_with_the_known_ones(registry, run, command):
     registry.register(advert("w1@n"))

@@ -263,7 +263,7 @@ def test_without_any_worker_it_is_plain_celery(make, policy):
 
 
 def test_queue_that_nobody_serves_is_logged_once_in_a_while(fx, caplog):
-    caplog.set_level(logging.INFO, "celery_capacity.dispatch")
+    caplog.set_level(logging.INFO, "celery_capacity.notices")
     for _ in range(5):
         fx.t.delay()
     assert [record.action for record in caplog.records] == ["unserved"]

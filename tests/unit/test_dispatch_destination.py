@@ -206,41 +206,41 @@ def test_countdown_on_quorum_queues_is_left_to_celerys_delayed_delivery(make, mo
 # -- pinned --------------------------------------------------------------------------------------------------
 
 
-def by_call(fx: Dispatched) -> None:
-    fx.t.apply_async(node="south")
+def by_call(fx: Dispatched, option: str) -> None:
+    fx.t.apply_async(**{option: "south"})
 
 
-def by_signature(fx: Dispatched) -> None:
-    fx.t.s().set(node="south").delay()
+def by_signature(fx: Dispatched, option: str) -> None:
+    fx.t.s().set(**{option: "south"}).delay()
 
 
-def by_frozen_signature(fx: Dispatched) -> None:
-    fx.app.signature(json.loads(json.dumps(fx.t.s().set(node="south")))).apply_async()
+def by_frozen_signature(fx: Dispatched, option: str) -> None:
+    fx.app.signature(json.loads(json.dumps(fx.t.s().set(**{option: "south"})))).apply_async()
 
 
-def by_name(fx: Dispatched) -> None:
-    fx.app.send_task("t", node="south")
+def by_name(fx: Dispatched, option: str) -> None:
+    fx.app.send_task("t", **{option: "south"})
 
 
-def by_route(fx: Dispatched) -> None:
-    fx.app.conf.task_routes = {"t": {"queue": "q", "node": "south"}}
+def by_route(fx: Dispatched, option: str) -> None:
+    fx.app.conf.task_routes = {"t": {"queue": "q", option: "south"}}
     fx.t.delay()
 
 
-def by_task(fx: Dispatched) -> None:
-    fx.t.node = "south"
+def by_task(fx: Dispatched, option: str) -> None:
+    setattr(fx.t, option, "south")
     fx.t.delay()
 
 
-def by_call_against_task_and_route(fx: Dispatched) -> None:
-    fx.t.node = "east"
-    fx.app.conf.task_routes = {"t": {"queue": "q", "node": "west"}}
-    fx.t.apply_async(node="south")
+def by_call_against_task_and_route(fx: Dispatched, option: str) -> None:
+    setattr(fx.t, option, "east")
+    fx.app.conf.task_routes = {"t": {"queue": "q", option: "west"}}
+    fx.t.apply_async(**{option: "south"})
 
 
-def by_route_against_task(fx: Dispatched) -> None:
-    fx.t.node = "east"
-    by_route(fx)
+def by_route_against_task(fx: Dispatched, option: str) -> None:
+    setattr(fx.t, option, "east")
+    by_route(fx, option)
 
 
 @pytest.mark.parametrize(
@@ -256,19 +256,49 @@ def by_route_against_task(fx: Dispatched) -> None:
         by_route_against_task,
     ],
 )
-def test_node_pins_the_task(fx, send):
+@pytest.mark.parametrize("option", ["node", "prefer_node"])
+def test_node_of_the_task(fx, send, option):
     for node in ("north", "south", "east", "west"):
         fx.worker(f"w@{node}", 5)
-    send(fx)
+    send(fx, option)
     sent = fx.one()
     assert sent.queue == own("w@south")
-    assert sent.mark["node"] == "south"
-    assert "node" not in sent.headers
-    assert "node" not in sent.properties
+    assert sent.mark[option] == "south"
+    assert option not in sent.headers
+    assert option not in sent.properties
     assert sent.body[1] == {}, "it is no argument of the task"
 
 
-@pytest.mark.parametrize("option", [{"node": ""}, {"node": 7}, {"when_full": "wait"}, {"when_full": "explode"}])
+def test_preferred_node_is_left_when_it_is_full(fx):
+    """H1: the first on the node, the second elsewhere at once, the third waits where anybody may take it."""
+    for node in ("north", "south"):
+        fx.worker(f"w@{node}")
+    for _ in range(3):
+        fx.t.apply_async(prefer_node="south")
+    sent = fx.taken()
+    assert sorted(message.queue for message in sent) == sorted([own("w@south"), own("w@north"), "q"])
+    assert {message.mark["prefer_node"] for message in sent} == {"south"}
+
+
+def test_preferred_node_means_nothing_beside_a_pin(fx):
+    for node in ("north", "south"):
+        fx.worker(f"w@{node}", 5)
+    fx.t.prefer_node = "south"
+    fx.t.apply_async(node="north")
+    assert fx.one().queue == own("w@north")
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"node": ""},
+        {"node": 7},
+        {"prefer_node": ""},
+        {"prefer_node": 7},
+        {"when_full": "wait"},
+        {"when_full": "explode"},
+    ],
+)
 def test_wrong_option_is_named_and_nothing_is_published(fx, option):
     fx.worker()
     ((name, value),) = option.items()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
+from contextlib import suppress
 
 import pytest
 
@@ -133,6 +135,22 @@ def test_one_warning_for_each_outage_and_one_at_its_end(outage, store, clock, ca
     assert caplog.messages[0] == f"registry {URL} is away; going on without it: gone"
 
 
+def test_one_that_answers_now_and_then_is_one_outage(outage, store, clock, caplog):
+    other = Outage(URL, 0.0, clock, peer=outage)
+    for _ in range(5):
+        with pytest.raises(RegistryUnavailable):
+            outage.call(_away)
+        other.call(store.ask)
+        # It was told to hurry.
+        outage.call(store.ask)
+        clock.now += RETRY_SECONDS / 2
+    assert actions(caplog) == ["registry_away"]
+    clock.now += RETRY_SECONDS
+    outage.call(store.ask)
+    outage.call(store.ask)
+    assert actions(caplog) == ["registry_away", "registry_back"]
+
+
 def test_error_that_is_not_the_registrys_begins_no_outage(outage, store):
     store.away = InvalidDemandError("queue", "", "a name")
     with pytest.raises(InvalidDemandError):
@@ -191,3 +209,59 @@ def test_of_many_threads_one_makes_the_attempt(outage, store, clock):
     assert entered.acquire(blocking=False)
     assert not entered.acquire(blocking=False)
     assert not outage.active
+
+
+def test_of_two_clients_of_one_store_the_first_tells(outage, store, clock, caplog):
+    other = Outage(URL, RETRY_SECONDS, clock, peer=outage)
+    store.away = RegistryUnavailable("gone")
+    for one in (outage, other, outage):
+        with pytest.raises(RegistryUnavailable):
+            one.call(store.ask)
+    store.away = None
+    clock.now += RETRY_SECONDS
+    other.call(store.ask)
+    assert actions(caplog) == ["registry_away"], "the other one is still away"
+    outage.call(store.ask)
+    assert actions(caplog) == ["registry_away", "registry_back"]
+    with pytest.raises(RegistryUnavailable):
+        other.call(_away)
+    assert actions(caplog)[2:] == ["registry_away"]
+
+
+def test_when_one_client_is_back_the_other_tries_at_once(outage, store, clock):
+    quick = Outage(URL, 1.0, clock, peer=outage)
+    for one in (outage, quick):
+        with pytest.raises(RegistryUnavailable):
+            one.call(_away)
+    clock.now += 1.0
+    quick.call(store.ask)
+    outage.call(store.ask)
+    assert not outage.active
+    # Once.
+    with pytest.raises(RegistryUnavailable):
+        outage.call(_away)
+    with pytest.raises(RegistryUnavailable, match="the next attempt"):
+        outage.call(store.ask)
+
+
+def test_a_forked_child_tells_of_its_own_outages(outage, store, clock):
+    other = Outage(URL, RETRY_SECONDS, clock, peer=outage)
+    with pytest.raises(RegistryUnavailable):
+        other.call(_away)
+    with outage._lock:
+        pid = os.fork()
+        if pid == 0:
+            try:
+                told: list[str] = []
+                logger = logging.getLogger("celery_capacity.outage")
+                logger.addFilter(lambda record: bool(told.append(record.action)))
+                with suppress(RegistryUnavailable):
+                    outage.call(_away)
+                os._exit(0 if told == ["registry_away"] else 1)
+            finally:
+                os._exit(2)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+def _away() -> None:
+    raise RegistryUnavailable("gone")

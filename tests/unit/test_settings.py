@@ -22,6 +22,8 @@ def test_defaults():
         "queues": ("*",),
         "node": None,
         "when_full": "park",
+        "worker_queues": {},
+        "queue_limits": {},
         "on_registry_error": "park",
         "lease_seconds": 15.0,
         "lapse_seconds": 60.0,
@@ -91,6 +93,11 @@ def test_valid_value(name, value, expected):
         ("when_full", "wait", "('wait' is not available yet)"),
         ("when_full", {"q": "wait"}, "('wait' is not available yet)"),
         ("on_registry_error", "ignore", "'park' or 'raise'"),
+        ("worker_queues", 2, "a mapping of queue names or wildcards to whole numbers from 0 to 1000000"),
+        ("worker_queues", {"q": -1}, "a mapping of queue names or wildcards to whole numbers"),
+        ("queue_limits", {"q": True}, "a mapping of queue names or wildcards to whole numbers"),
+        ("queue_limits", {"q": 2.5}, "a mapping of queue names or wildcards to whole numbers"),
+        ("queue_limits", {"q": None}, "a mapping of queue names or wildcards to whole numbers"),
         ("eta_limit", 0, "a whole number from 1 to 1000000"),
         ("max_deliveries", -1, "a whole number from 0 to 1000000"),
         ("eta_limit", 1_000_001, "a whole number from 1 to 1000000"),
@@ -222,6 +229,22 @@ def test_policies_by_queue():
     assert settings.policy_for("abc") == "refuse", "the first wildcard that fits"
     assert settings.policy_for("other") == "park"
     assert load(when_full="refuse").policy_for("anything") == "refuse"
+
+
+@pytest.mark.parametrize("name", ["worker_queues", "queue_limits"])
+def test_limits_by_queue(name):
+    settings = load(**{name: {"*": 9, "gpu.*": 2, "gpu.test": 0}})
+    of = {"worker_queues": settings.limits_on_worker, "queue_limits": settings.limits_over_fleet}[name]
+    assert of(["gpu.1", "gpu.test", "other"]) == {"gpu.1": 2, "gpu.test": 0, "other": 9}
+    assert load().limits_on_worker(["gpu.1"]) == load().limits_over_fleet(["gpu.1"]) == {}
+
+
+@pytest.mark.parametrize("name", ["worker_queues", "queue_limits"])
+def test_a_limit_of_a_queue_that_is_not_managed_is_named(name):
+    error = wrong(**{name: {"a": 1, "gone.*": 2, "b": 3}}, queues="a,c")
+    assert str(error).endswith(
+        "such as {'reports': 2, 'mail.*': 6} (queue 'b' is not selected by capacity_queues)"
+    ) or (str(error).endswith("such as {'reports': 4} (queue 'b' is not selected by capacity_queues)"))
 
 
 def test_policies_of_the_caller_may_change_afterwards():
