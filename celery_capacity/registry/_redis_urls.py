@@ -62,21 +62,23 @@ class _Master(_Server):
     """The master that the Sentinels name; each connection asks them anew, and checks whom it has got."""
 
     def __init__(self, sentinels: list[tuple[str, int]], service: str, options: dict[str, Any]) -> None:
-        from redis.sentinel import Sentinel, SentinelConnectionPool  # most fleets never need it
+        from redis import sentinel  # most fleets never need it
+
+        # Typed or not, as the release of redis has it.
+        make_sentinel: Any = sentinel.Sentinel
+        pool: Any = sentinel.SentinelConnectionPool
 
         theirs = {key: options[key] for key in ("retry", "socket_timeout", "socket_connect_timeout")}
         theirs |= {
             key.removeprefix("sentinel_"): options.pop(key) for key in [k for k in options if k.startswith("sentinel_")]
         }
-        manager: Any = Sentinel(  # type: ignore[no-untyped-call]
+        manager = make_sentinel(
             sentinels,
             min_other_sentinels=int(options.pop("min_other_sentinels", 0)),
             sentinel_kwargs=theirs,
         )
         # Only to make connections, which need it; it holds none.
-        self.pool: Any = SentinelConnectionPool(  # type: ignore[no-untyped-call]
-            service, manager, is_master=True, check_connection=True, **options
-        )
+        self.pool: Any = pool(service, manager, is_master=True, check_connection=True, **options)
         super().__init__(self.pool.connection_class, dict(self.pool.connection_kwargs))
 
 

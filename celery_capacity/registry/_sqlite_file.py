@@ -45,6 +45,8 @@ _UNREACHABLE = (*_LOCKED, "unable to open database file", "disk I/O error")
 _PAGE_BYTES = 1024
 #: What the log may grow to before it is written back.  SQLite's usual size; counted in pages, it would be a quarter of it.
 _LOG_BYTES = 4096 * 1000
+#: Deleting is three files one after the other, and each can make one try fail.
+_TRIES_TO_OPEN = 4
 _DAMAGED = ("file is not a database", "database disk image is malformed")
 
 
@@ -195,6 +197,18 @@ class DatabaseFile:
     def _reopen(self, give_up_at: float) -> sqlite3.Connection:
         """Open the file, and create it if need be; the lock of the writers is held."""
         self._drop_connection()
+        tried = 0
+        while True:
+            try:
+                return self._open(give_up_at)
+            except sqlite3.DatabaseError:
+                # Somebody who deletes the files under it may have taken one of them away since the last look.
+                tried += 1
+                if tried == _TRIES_TO_OPEN or time.monotonic() >= give_up_at:
+                    raise
+            pause(0)
+
+    def _open(self, give_up_at: float) -> sqlite3.Connection:
         if not os.path.exists(self.path):
             # Left behind by somebody who deleted the database alone: they would be taken for the new one's.
             for suffix in ("-wal", "-shm"):

@@ -128,9 +128,10 @@ def test_tasks_with_a_countdown_do_not_pile_up(fleets: Fleets, broker_kind: str,
     with fleets.own(broker_kind, {"w1@test": {"concurrency": 2}}, conf, **servers) as fleet, Sampler(fleet.registry):
         eta = datetime.now(timezone.utc) + timedelta(seconds=2)
         # A transport without an event loop has Celery's own timer bring them, a second later at worst.
-        count = 60 if broker_kind == "redis" else 12
+        # So there they are few, and long enough to be together.
+        count, seconds = (60, 0.02) if broker_kind == "redis" else (12, 0.3)
         for number in range(count):
-            fleet.tasks["record"].apply_async(kwargs={"key": f"{key}-{number}", "seconds": 0.02}, eta=eta)
+            fleet.tasks["record"].apply_async(kwargs={"key": f"{key}-{number}", "seconds": seconds}, eta=eta)
 
         assert len(fleet.ended(key, count, 60)) == count
         assert set(fleet.journal.executions().values()) == {1}

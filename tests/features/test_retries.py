@@ -120,10 +120,11 @@ class TestTheNumberOfRetries:
 
     def test_max_retries_counts_attempts_alone(self, fleet: Fleet, key: str) -> None:
         gate = fleet.fill(TOTAL)
-        result = fleet.tasks["retry_for_ever"].delay(key=key)
+        fleet.tasks["retry_for_ever"].delay(key=key)
         fleet.journal.open_gate(gate)
-        fleet.wait(result.ready, 30, "the task to fail")
-        assert (result.state, str(result.result)) == ("FAILURE", "gave up")
+        # Not by its result: Celery publishes a retry before it writes RETRY, which may come after a quick FAILURE.
+        assert numbers(fleet, key, 3) == [0, 1, 2]
+        fleet.wait(lambda: not fleet.held() and not fleet.left(), 20, "a quiet fleet")
         assert numbers(fleet, key, 3) == [0, 1, 2]
 
     def test_a_hand_back_costs_none(self, fleets: Fleets, key: str) -> None:
