@@ -201,7 +201,7 @@ class DatabaseFile:
         while True:
             try:
                 return self._open(give_up_at)
-            except sqlite3.DatabaseError:
+            except (sqlite3.DatabaseError, FileNotFoundError):
                 # Somebody who deletes the files under it may have taken one of them away since the last look.
                 tried += 1
                 if tried == _TRIES_TO_OPEN or time.monotonic() >= give_up_at:
