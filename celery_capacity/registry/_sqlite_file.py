@@ -25,8 +25,9 @@ from typing import Any, NoReturn, TypeVar
 from weakref import WeakSet
 
 from ..errors import ConfigurationError, RegistryError, RegistryUnavailable
+from ._sqlite_clock import shared_clock
 from ._sqlite_lock import FairLock, FileLock, pause
-from ._sqlite_schema import APPLICATION_ID, SCHEMA, VERSION
+from ._sqlite_schema import ensure_schema
 
 __all__ = ("DatabaseFile", "Transaction")
 
@@ -241,60 +242,19 @@ class DatabaseFile:
         connection.execute(f"PRAGMA wal_autocheckpoint = {_LOG_BYTES // _PAGE_BYTES}")
         connection.execute("BEGIN IMMEDIATE")
         try:
-            self._check_schema(connection)
+            ensure_schema(connection, self.path)
             self._ns = self._namespace_id(connection)
-            self._set_clock(connection)
+            self._now = self._clock or shared_clock(connection)
             connection.execute("COMMIT")
         except BaseException:
             if connection.in_transaction:
                 connection.execute("ROLLBACK")
             raise
 
-    def _check_schema(self, connection: sqlite3.Connection) -> None:
-        (application,) = connection.execute("PRAGMA application_id").fetchone()
-        (version,) = connection.execute("PRAGMA user_version").fetchone()
-        if application == APPLICATION_ID:
-            if version != VERSION:
-                raise RegistryError(
-                    f"{self.path} has schema version {version}, of {'a newer' if version > VERSION else 'an older'} "
-                    f"release of celery_capacity; this one knows version {VERSION}: use the same release "
-                    f"everywhere on this machine, or another file"
-                )
-            return
-        if connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone():
-            raise RegistryError(f"{self.path} is the database of something else; give the registry a file of its own")
-        for statement in SCHEMA:
-            connection.execute(statement)
-        connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-        connection.execute(f"PRAGMA user_version = {VERSION}")
-
     def _namespace_id(self, connection: sqlite3.Connection) -> int:
         connection.execute("INSERT OR IGNORE INTO namespace (name) VALUES (?)", (self.namespace,))
         (ns,) = connection.execute("SELECT id FROM namespace WHERE name = ?", (self.namespace,)).fetchone()
         return int(ns)
-
-    def _set_clock(self, connection: sqlite3.Connection) -> None:
-        """The store's clock: the machine's monotonic one, which all its processes share and which nobody sets.
-
-        It starts again with every boot, while the file stays; so the first to open the file after a boot writes
-        down what to add, for all: enough to be at the wall-clock time, and not before anything that is in the file.
-        After that, all that was there before the boot ends in the normal way.  It stands still while the machine sleeps,
-        as the workers do.  Where boots can't be told apart, it is the wall clock.
-        """
-        if self._clock is not None:
-            return
-        boot = _boot_id()
-        if not boot:
-            self._now = time.time
-            return
-        row = connection.execute("SELECT boot, ahead FROM clock").fetchone()
-        if row is None or row[0] != boot:
-            (last_beat,) = connection.execute("SELECT max(beat) FROM worker").fetchone()
-            row = (boot, max(time.time(), last_beat or 0.0) - time.monotonic())
-            connection.execute("DELETE FROM clock")
-            connection.execute("INSERT INTO clock (boot, ahead) VALUES (?, ?)", row)
-        ahead = float(row[1])
-        self._now = lambda: time.monotonic() + ahead
 
     def close(self) -> None:
         """Close the file; the next transaction opens it again."""
@@ -389,14 +349,6 @@ def _new_tokens() -> Iterator[str]:
     """Unique by a prefix for each opening; in a row after that, so that the slots of one process share pages."""
     prefix = os.urandom(8).hex()
     return (f"{prefix}-{serial:x}" for serial in count(1))
-
-
-def _boot_id() -> str:
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            return file.read().strip()
-    except OSError:
-        return ""
 
 
 _files: WeakSet[DatabaseFile] = WeakSet()

@@ -8,7 +8,11 @@ Instants are seconds on the store's clock, durations are seconds.
 
 from __future__ import annotations
 
-__all__ = ("APPLICATION_ID", "SCHEMA", "VERSION")
+import sqlite3
+
+from ..errors import RegistryError
+
+__all__ = ("APPLICATION_ID", "SCHEMA", "VERSION", "ensure_schema")
 
 #: Tells our files from other people's (PRAGMA application_id); it reads "cCap".
 APPLICATION_ID = 0x63436170
@@ -225,3 +229,28 @@ SCHEMA = (
     END
     """,
 )
+
+
+def ensure_schema(connection: sqlite3.Connection, path: str) -> None:
+    """Make the tables of a file that has none yet; harmless on one that has them.
+
+    To be called within a transaction that may write.
+
+    :raises RegistryError: the file at ``path`` is of another release of this package, or of another program.
+    """
+    (application,) = connection.execute("PRAGMA application_id").fetchone()
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    if application == APPLICATION_ID:
+        if version != VERSION:
+            raise RegistryError(
+                f"{path} has schema version {version}, of {'a newer' if version > VERSION else 'an older'} "
+                f"release of celery_capacity; this one knows version {VERSION}: use the same release "
+                f"everywhere on this machine, or another file"
+            )
+        return
+    if connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone():
+        raise RegistryError(f"{path} is the database of something else; give the registry a file of its own")
+    for statement in SCHEMA:
+        connection.execute(statement)
+    connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+    connection.execute(f"PRAGMA user_version = {VERSION}")

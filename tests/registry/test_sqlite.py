@@ -798,7 +798,7 @@ def test_setting_the_wall_clock_moves_nothing(registry, monkeypatch):
 
 
 def test_without_a_boot_id_the_clock_is_the_wall_clock(registry, monkeypatch):
-    monkeypatch.setattr("celery_capacity.registry._sqlite_file._boot_id", lambda: "")
+    monkeypatch.setattr("celery_capacity.registry._sqlite_clock._boot_id", lambda: "")
     epoch = registry.register(advert())
     assert registry.heartbeat("w1", epoch).store_time == pytest.approx(time.time(), abs=5)
 
