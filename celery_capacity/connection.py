@@ -15,11 +15,12 @@ _OURS = {
     "filesystem": "celery_capacity.filesystem:Transport",
     "redis": "celery_capacity.redis_transport:Transport",
     "rediss": "celery_capacity.redis_transport:Transport",
+    "sentinel": "celery_capacity.redis_transport:SentinelTransport",
 }
 
 
 class CapacityConnection(Connection):  # type: ignore[misc]
-    """A Kombu connection that loses no message on the filesystem, either (:mod:`.filesystem`), and is quicker on Redis
+    """A Kombu connection that loses no message on the filesystem (:mod:`.filesystem`) and on Redis, and is quicker there
     (:mod:`.redis_transport`)."""
 
     def get_transport_cls(self) -> Any:

@@ -8,6 +8,7 @@ __all__ = (
     "HEADER",
     "dead_letter_queue",
     "is_ours",
+    "is_own_queue",
     "later_lot",
     "new_token",
     "node_lot",
@@ -17,6 +18,9 @@ __all__ = (
     "unknown_lot",
 )
 
+#: How the names of the plugin's other queues go on after the namespace.
+_OTHERS = ("lot.", "unknown.", "later.", "dead.")
+
 #: The message header that carries the token and the origin.
 HEADER = "capacity"
 
@@ -24,6 +28,16 @@ HEADER = "capacity"
 def is_ours(queue: object) -> bool:
     """Is it the name of one of the plugin's queues (own queues, lots, dead letters), of whatever namespace?"""
     return isinstance(queue, str) and queue.startswith("capacity.")
+
+
+def is_own_queue(queue: str) -> bool:
+    """Is it the name of a worker's own queue, of whatever namespace?
+
+    A worker that is named like a lot ("lot.a@host") is not recognised.
+    """
+    _, _, rest = queue.partition(".") if queue.startswith("capacity.") else ("", "", "")
+    _, _, worker = rest.partition(".")
+    return bool(worker) and not worker.startswith(_OTHERS)
 
 
 def own_queue_name(namespace: str, worker: str) -> str:

@@ -75,6 +75,8 @@ class WorkerAgent:
         self.announce: Callable[[], None] = _nothing
         #: Registered, grown or admitted: the intake looks into every lot.
         self.look_wanted = False
+        #: On a Redis broker: delivery tags whose acknowledgement it has not heard.
+        self.owed: set[str] = set()
         self.heart: Heart | None = None
         self.sweeper: Sweeper | None = None
         #: 0 until it is registered.

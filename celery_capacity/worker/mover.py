@@ -19,6 +19,7 @@ from ..models import Demand, Reason, Refusal, Slot
 from ..naming import HEADER, later_lot, node_lot, unknown_lot
 from ..notices import Notices
 from ..registry import Registry, Reservation
+from .unacked import remember_owed
 
 if TYPE_CHECKING:
     from .agent import WorkerAgent
@@ -212,6 +213,7 @@ class Mover:
             options = dict(self.agent.app.conf.broker_transport_options or {}, confirm_publish=True)
             self._connection = self.agent.app.connection_for_write(transport_options=options)
             self._connection.ensure_connection(max_retries=2, interval_start=0.1)
+            remember_owed(self._connection, self.agent.owed)
         return self._connection
 
     def close(self) -> None:

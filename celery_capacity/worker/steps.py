@@ -23,6 +23,7 @@ from .intake import Intake
 from .mover import Mover
 from .redis_lots import open_reader
 from .sweeper import Sweeper, clean_up, give_back_unacked
+from .unacked import let_go, remember_owed
 
 __all__ = ("Announce", "Gate")
 
@@ -100,7 +101,6 @@ class Gate(bootsteps.StartStopStep):  # type: ignore[misc]
         self.agent = agent
         agent.consumer = consumer
         self._wakeup: _Wakeup | None = None
-        self._has_predecessor = True
         self._main_thread = threading.get_ident()
         self.mover = Mover(agent, agent.registry)
         self.intake = Intake(agent, consumer.call_soon)
@@ -127,21 +127,28 @@ class Gate(bootsteps.StartStopStep):  # type: ignore[misc]
         if sweeper is not None:
             sweeper.gatekeeper = self.gatekeeper
         agent.stopping = False
-        if self._has_predecessor:
-            # Of this name, in an earlier process.  Before anything is consumed or fetched here, so none of it is ours.
-            # On another connection: Kombu before 5.7 stops polling on Redis when a channel of this one is closed.
-            try:
-                if consumer.connection.transport.driver_type == "redis":
-                    give_back_unacked(agent, self.mover.connection(), agent.name, lambda: True)
-                    self.mover.close()
-            except consumer.connection_errors:
-                raise
-            except Exception as exc:  # noqa: BLE001 - they come back after the visibility time-out
-                logger.warning(
-                    "what %s left is not given back: %r", agent.name, exc, extra={"action": "restore_failed"}
-                )
-            self._has_predecessor = False
+        if consumer.connection.transport.driver_type == "redis":
+            remember_owed(consumer.connection, agent.owed)
+            self._give_back(consumer)
         self.intake.start(open_reader(consumer.connection, agent))
+
+    def _give_back(self, consumer: Any) -> None:
+        """What this worker has not acknowledged and does not hold.
+
+        It was an earlier process's of this name, or the connection was cut before it was here.  Before anything is
+        consumed or fetched on the new one, so nothing is on its way.
+        """
+        agent = self.agent
+        messages = [entry.message for entry in agent.ledger.entries()]
+        keep = {message.delivery_tag for message in messages if not message.acknowledged} | agent.owed
+        try:
+            # On another connection: Kombu before 5.7 stops polling on Redis when a channel of this one is closed.
+            give_back_unacked(agent, self.mover.connection(), agent.name, lambda: True, keep)
+            self.mover.close()
+        except consumer.connection_errors:
+            raise
+        except Exception as exc:  # noqa: BLE001 - they come back after the visibility time-out
+            logger.warning("what %s left is not given back: %r", agent.name, exc, extra={"action": "restore_failed"})
 
     def register_with_event_loop(self, consumer: Any, hub: Any) -> None:
         """Called by Celery each time its event loop begins."""
@@ -198,6 +205,7 @@ class Gate(bootsteps.StartStopStep):  # type: ignore[misc]
         agent.withdraw()
         self.intake.stop()
         self._close_wakeup()
+        entries = agent.ledger.entries()
         self.gatekeeper.forget_unstarted()
         if ending:
             if consumer.task_consumer is not None:
@@ -205,6 +213,11 @@ class Gate(bootsteps.StartStopStep):  # type: ignore[misc]
             self._hand_back()
         else:
             self.intake.close()
+            for entry in entries:
+                # On Redis, closing the old channel would give it back: what runs goes on and is acknowledged at its
+                # end; the rest is given back by the next start, and must not be once more, under whoever has it then.
+                if entry.queue in agent.managed or agent.ledger.find(entry.message) is entry:
+                    let_go(entry.message)
 
     terminate = stop
 

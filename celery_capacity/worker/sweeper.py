@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 from ..errors import RegistryError
@@ -13,7 +13,7 @@ from ..models import LapsedWorker
 from ..naming import own_queue_name
 from .mover import Mover
 from .queues import look_at
-from .unacked import restore_unacked
+from .unacked import pay_owed, restore_unacked
 from .visibility import VisibilityKeeper
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ class Sweeper(threading.Thread):
             while not self._ended.wait(max(0.0, min(sweep_at - time.monotonic(), _LOOK_SECONDS))):
                 try:
                     keeper.keep()
+                    self._pay(mover)
                     if time.monotonic() >= sweep_at:
                         sweep_at = time.monotonic() + every
                         self.sweep(mover)
@@ -73,6 +74,20 @@ class Sweeper(threading.Thread):
         finally:
             mover.close()
             registry.close()
+
+    def _pay(self, mover: Mover) -> None:
+        agent = self.agent
+        if not agent.owed:
+            return
+        paid = pay_owed(mover.connection(), agent.settings.namespace, agent.name, agent.owed)
+        if paid:
+            agent.count("acknowledged_late", paid)
+            logger.warning(
+                "%d acknowledgements of worker %s that its broker had not heard were made up for",
+                paid,
+                agent.name,
+                extra={"action": "acknowledged_late", "worker": agent.name, "tasks": paid},
+            )
 
     def sweep(self, mover: Mover) -> None:
         """One pass."""
@@ -134,9 +149,15 @@ def clean_up(mover: Mover, gone: LapsedWorker, fallback: str | None) -> bool:
     return mover.registry.forget(gone.name, gone.epoch)
 
 
-def give_back_unacked(agent: WorkerAgent, connection: Any, worker: str, still_gone: Callable[[], bool]) -> int:
+def give_back_unacked(
+    agent: WorkerAgent,
+    connection: Any,
+    worker: str,
+    still_gone: Callable[[], bool],
+    keep: Collection[str] = (),
+) -> int:
     """:func:`.unacked.restore_unacked`, counted and logged."""
-    restored = restore_unacked(connection, agent.settings.namespace, worker, still_gone)
+    restored = restore_unacked(connection, agent.settings.namespace, worker, still_gone, keep)
     if restored:
         agent.count("restored_unacked", restored)
         logger.warning(

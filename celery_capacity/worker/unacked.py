@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 from kombu.transport import virtual
@@ -20,7 +20,7 @@ from kombu.utils.json import dumps, loads
 
 from ..naming import own_queue_name, unacked_name
 
-__all__ = ("is_redis", "restore_unacked", "still_ours")
+__all__ = ("is_redis", "let_go", "pay_owed", "remember_owed", "restore_unacked", "still_ours")
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +81,17 @@ if string.sub(record, -#ARGV[2]) == ARGV[2] or redis.call('ZSCORE', KEYS[1], ARG
 return 0
 """
 
+# An acknowledgement, if the message is still the worker's.
+# KEYS: the worker's set, index, hash.  ARGV: tag, the end of the records of the worker's own queue.
+_PAY = """
+local record = redis.call('HGET', KEYS[3], ARGV[1])
+if not record then return 0 end
+if string.sub(record, -#ARGV[2]) ~= ARGV[2] and not redis.call('ZSCORE', KEYS[1], ARGV[1]) then return 0 end
+redis.call('ZREM', KEYS[1], ARGV[1])
+redis.call('ZREM', KEYS[2], ARGV[1])
+return redis.call('HDEL', KEYS[3], ARGV[1])
+"""
+
 _Found = list[tuple[str, str]]
 
 
@@ -90,12 +101,19 @@ def is_redis(channel: Any) -> bool:
     return redis_transport is not None and isinstance(channel, redis_transport.Channel) and bool(channel.ack_emulation)
 
 
-def restore_unacked(connection: Any, namespace: str, worker: str, still_gone: Callable[[], bool]) -> int:
+def restore_unacked(
+    connection: Any,
+    namespace: str,
+    worker: str,
+    still_gone: Callable[[], bool],
+    keep: Collection[str] = (),
+) -> int:
     """Put what ``worker`` has not acknowledged back into the queues that it came from; returns how many.
 
     Nothing is restored that was delivered after ``still_gone`` was last asked, nor twice by two that do it at once.
 
     :param still_gone: asked after each look and before anything is done about what was seen.
+    :param keep: delivery tags of messages that stay where they are.
     :raises OSError: or another of the broker's errors; done again, it goes on where it was.
     """
     with connection.channel() as channel:
@@ -105,7 +123,7 @@ def restore_unacked(connection: Any, namespace: str, worker: str, still_gone: Ca
         for batch in _batches(channel, namespace, worker):
             if not still_gone():
                 break
-            restored += sum(_restore(channel, namespace, worker, tag, since) for tag, since in batch)
+            restored += sum(_restore(channel, namespace, worker, tag, since) for tag, since in batch if tag not in keep)
         return restored
 
 
@@ -126,6 +144,36 @@ def still_ours(message: Any, namespace: str, worker: str) -> bool:
         return True
     virtual.QoS.ack(channel.qos, tag)
     return False
+
+
+def let_go(message: Any) -> None:
+    """The closing of the message's channel does not give it back; whoever holds it goes on.  Harmless twice."""
+    if is_redis(message.channel):
+        virtual.QoS.ack(message.channel.qos, message.delivery_tag)
+
+
+def remember_owed(connection: Any, owed: set[str]) -> None:
+    """From now on, delivery tags are added to ``owed`` whose acknowledgement on this connection is cut off."""
+    transport = connection.transport
+    if hasattr(transport, "owed"):
+        transport.owed = owed
+
+
+def pay_owed(connection: Any, namespace: str, worker: str, owed: set[str]) -> int:
+    """Acknowledge what is owed and still the worker's; returns how many.
+
+    :raises OSError: or another of the broker's errors; done again, it goes on where it was.
+    """
+    paid = 0
+    with connection.channel() as channel:
+        prefix = channel.global_keyprefix
+        keys = [unacked_name(namespace, worker), channel.unacked_index_key, channel.unacked_key]
+        for tag in list(owed):
+            paid += int(
+                channel.client.eval(_PAY, len(keys), *(prefix + key for key in keys), tag, _end(namespace, worker))
+            )
+            owed.discard(tag)
+    return paid
 
 
 def _end(namespace: str, worker: str) -> str:
