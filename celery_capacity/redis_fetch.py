@@ -50,8 +50,7 @@ _LOOK_AT = 3
 
 def keys_of(channel: Any, queue: str) -> list[str]:
     """The keys of a queue: a list for each priority, the most urgent first."""
-    keys = (channel.global_keyprefix + channel._q_for_pri(queue, step) for step in channel.priority_steps)
-    return list(dict.fromkeys(keys))
+    return [channel.global_keyprefix + channel._q_for_pri(queue, step) for step in channel.priority_steps]
 
 
 def fetch(channel: Any, client: Any, queue: str, mine: str | None = None) -> Any:

@@ -29,6 +29,9 @@ from .redis_fetch import fetch
 
 __all__ = ("Channel", "SentinelChannel", "SentinelTransport", "Transport")
 
+#: How often the lists of other priorities are looked at.  Only a process without the plugin puts anything there, when it
+#: gives back what was unacknowledged for longer than the visibility timeout.
+_LOOK_EVERYWHERE_SECONDS = 10.0
 #: What a server before 6.2 says.
 _NO_SUCH_COMMAND = "unknown command"
 
@@ -72,6 +75,7 @@ class _Channel(redis.Channel):  # type: ignore[misc]
     _written_down: str | None = None
     #: The own queue that the pending command looks at.
     _looks_at: str | None = None
+    _look_everywhere_at = 0.0
     #: Redis before 6.2 has no such command, and a user may be forbidden to use it.
     _may_look = True
 
@@ -84,12 +88,13 @@ class _Channel(redis.Channel):  # type: ignore[misc]
             self._kept = super()._create_client()
         return self._kept
 
-    def _q_for_pri(self, queue: str, pri: int) -> str:
-        # There is one list that can be looked at.  No order is lost: what is in an own queue has a slot.
-        return queue if is_own_queue(queue) else str(super()._q_for_pri(queue, pri))
-
-    def _size(self, queue: str) -> int:
-        return int(self._create_client().llen(queue) if is_own_queue(queue) else super()._size(queue))
+    def _get_message_priority(self, message: Any, *, reverse: bool = False) -> int:
+        # Which of the queue's lists it is put in; only one of them is looked at.  No order is lost: what is in an own
+        # queue has a slot.  And the message keeps its priority, for the day when it is handed on.
+        info = (message.get("properties") or {}).get("delivery_info") or {}
+        if is_own_queue(info.get("routing_key") or ""):
+            return 0
+        return int(super()._get_message_priority(message, reverse=reverse))
 
     def _brpop_start(self, timeout: float | None = None) -> None:
         queue = self._lookable()
@@ -118,7 +123,7 @@ class _Channel(redis.Channel):  # type: ignore[misc]
             return bool(super()._brpop_read(**options))
         client = self.client
         try:
-            client.parse_response(client.connection, "BLMOVE", **options)
+            seen = client.parse_response(client.connection, "BLMOVE", **options)
         except self.connection_errors:
             client.connection.disconnect()
             raise
@@ -134,7 +139,10 @@ class _Channel(redis.Channel):  # type: ignore[misc]
                 self._flush_brpop_reauth()
         if queue not in self.active_queues:
             raise Empty  # cancelled meanwhile: what there is stays where it is
-        # Also when the time is up.  It is the other client: it is not the one whose connection is watched.
+        if seen is None and monotonic() < self._look_everywhere_at:
+            raise Empty
+        self._look_everywhere_at = monotonic() + _LOOK_EVERYWHERE_SECONDS
+        # By the other client, whose connection nobody watches.
         item = fetch(self, self._create_client(), queue)
         if item is None:
             raise Empty

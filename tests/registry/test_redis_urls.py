@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
@@ -13,8 +12,7 @@ from pathlib import Path
 import pytest
 import redis
 from redis.crc import key_slot
-from support.processes import ManagedProcess
-from support.servers import RedisServer, free_port, missing
+from support.servers import RedisServer, free_port, missing, sentinel_of
 from support.waiting import wait_until
 
 from celery_capacity.errors import ConfigurationError, RegistryError, RegistryUnavailable
@@ -190,22 +188,12 @@ def test_tls(tmp_path):
 
 
 def test_sentinel_failover(tmp_path):
-    executable = shutil.which("redis-server")
-    if executable is None:
-        missing("redis-server is not installed")
     with ExitStack() as stack:
         old = stack.enter_context(RedisServer(tmp_path / "old"))
         new = stack.enter_context(RedisServer(tmp_path / "new", config={"replicaof": f"127.0.0.1 {old.port}"}))
         with new.client() as client:
             wait_until(lambda: client.info("replication")["master_link_status"] == "up", 20.0)
-        port = free_port()
-        config = tmp_path / "sentinel.conf"
-        config.write_text(
-            f"port {port}\nbind 127.0.0.1\ndir {tmp_path}\nsentinel monitor fleet 127.0.0.1 {old.port} 1\n"
-            "sentinel down-after-milliseconds fleet 500\nsentinel failover-timeout fleet 3000\n"
-        )
-        sentinel = stack.enter_context(ManagedProcess("sentinel", tmp_path / "sentinel.log"))
-        sentinel.spawn([executable, str(config), "--sentinel"], os.environ)
+        port = stack.enter_context(sentinel_of(old, tmp_path))
         asked = stack.enter_context(redis.Redis(port=port, decode_responses=True))
 
         def knows_the_replica() -> bool:

@@ -37,6 +37,7 @@ __all__ = (
     "RedisServer",
     "free_port",
     "missing",
+    "sentinel_of",
     "shared_rabbit_url",
     "shared_redis_url",
     "unique",
@@ -173,6 +174,7 @@ class RedisServer(_Server):
             **({"requirepass": password} if password else {}),
             **(config or {}),
         }
+        self.executable = executable
         self._argv = [executable]
         for key, value in options.items():
             self._argv += [f"--{key}", value]
@@ -379,6 +381,21 @@ def shared_redis_url(*, exclude: tuple[int, ...] = (0, 15)) -> Iterator[str]:
                 client.flushdb()
             return
     raise AssertionError(f"no empty Redis database among {databases}: is something else using them?")
+
+
+@contextmanager
+def sentinel_of(server: RedisServer, directory: Path) -> Iterator[int]:
+    """A Sentinel that knows the server as ``fleet``; its port."""
+    port = free_port()
+    config = directory / "sentinel.conf"
+    config.write_text(
+        f"port {port}\nbind {_LOCALHOST}\ndir {directory}\nsentinel monitor fleet {_LOCALHOST} {server.port} 1\n"
+        "sentinel down-after-milliseconds fleet 500\nsentinel failover-timeout fleet 3000\n"
+    )
+    with ManagedProcess("sentinel", directory / "sentinel.log") as sentinel:
+        sentinel.spawn([server.executable, str(config), "--sentinel"], os.environ)
+        wait_until(lambda: _listens(port), _REDIS_READY_LIMIT, what="the Sentinel")
+        yield port
 
 
 def _claim(client: redis.Redis) -> bool:
