@@ -20,6 +20,7 @@ import celery_capacity
 from celery_capacity.connection import CapacityConnection
 from celery_capacity.naming import own_queue_name
 from celery_capacity.redis_transport import SentinelTransport, Transport
+from celery_capacity.worker.unacked import pay_owed
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +127,8 @@ class Worker:
     def __init__(self, connection: Any, client: redis.Redis, *others: str) -> None:
         self.connection = connection
         self.client = client
-        self.name = own_queue_name("default", f"{unique('w')}@h")
+        self.nodename = f"{unique('w')}@h"
+        self.name = own_queue_name("default", self.nodename)
         self.channel = connection.channel()
         self.received: list[Any] = []
         self.consumer = Consumer(
@@ -319,3 +321,19 @@ class TestOwedAcknowledgements:
             # Closing has given back the other one, and not this one.
             assert list(worker.client.hgetall("unacked")) == [first.delivery_tag]
             assert worker.waiting() == 1
+
+    def test_it_is_made_up_for_unless_the_message_is_another_worker_s(self, url: str) -> None:
+        with worker_on(url) as worker:
+            worker.send(1)
+            worker.send(2)
+            worker.receive(2)
+            tags = {message.delivery_tag for message in worker.received}
+            owed = {*tags, "unknown"}
+            with worker.connection.clone() as connection:
+                assert pay_owed(connection, "default", "another@h", owed) == 0
+                assert owed == set()
+                assert worker.unacknowledged() == 2
+                owed = set(tags)
+                assert pay_owed(connection, "default", worker.nodename, owed) == 2
+            assert owed == set()
+            assert (worker.waiting(), worker.unacknowledged()) == (0, 0)

@@ -172,8 +172,6 @@ class TestBroker:
         fleet.assert_takes(4)
         fleet.wait(lambda: not fleet.held() and not fleet.left(), 20, "a quiet fleet")
 
-    # On Redis a message whose fetch or acknowledgement the restart cuts off may stay unacknowledged: not yet closed.
-    @pytest.mark.soak
     @pytest.mark.parametrize("broker_kind", ["redis", pytest.param("rabbitmq", marks=pytest.mark.soak)])
     def test_a_restart(self, fleets: Fleets, broker_kind: str, key: str, tmp_path: Path) -> None:
         server: RedisServer | RabbitServer

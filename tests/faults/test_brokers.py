@@ -36,6 +36,27 @@ def test_a_connection_that_is_cut_three_times(fleets: Fleets, tmp_path: Path, br
         assert fleet.max_parallel(worker="w2@south") <= 2
 
 
+def test_late_acknowledged_tasks_that_end_while_redis_is_away(fleets: Fleets, tmp_path: Path, key: str) -> None:
+    """Nobody gives back what its worker still runs, and what it could not acknowledge at once it does later."""
+    server = RedisServer(tmp_path / "broker", persistence=True)
+    with server, fleets.own("redis", TWO, CONF, broker=server.url) as fleet, Sampler(fleet.registry):
+        short, long = fleet.fill(2, name="hold_late"), fleet.fill(2, name="hold_late")
+        server.stop()
+        for worker in fleet.workers.values():
+            worker.wait_log("(?i)connection to broker lost|connection error", 30)
+        fleet.journal.open_gate(short)
+        fleet.ended(short, 2)
+        server.start()
+        fleet.wait(partial(_all_connected, fleet, 2), 60, "the workers to connect again")
+        fleet.wait(lambda: fleet.left() == {"unacked": 2}, 30, "those that ended to be acknowledged")
+        fleet.journal.open_gate(long)
+        fleet.ended(long, 2)
+        fleet.wait(lambda: not fleet.held() and not fleet.left(), 30, "a quiet fleet")
+        fleet.assert_takes(4)
+        fleet.settle()
+        assert set(fleet.journal.executions_by_key().values()) == {1}
+
+
 def _all_connected(fleet: Fleet, times: int) -> bool:
     return all(worker.logs().count("Connected to") >= times for worker in fleet.workers.values())
 

@@ -7,11 +7,13 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 from support.fleet import Fleet, Fleets
 from support.sampling import Sampler
+from support.servers import RedisServer
 from support.workers import WorkerProcess
 
 from celery_capacity.naming import unacked_name
@@ -160,6 +162,28 @@ class TestReceivedAndNotBegun:
             assert max(run.start for run in runs) - sent_at < 12 + HEALED
             assert set(fleet.journal.executions().values()) == {1}
             fleet.settle()
+
+    def test_sent_to_one_that_is_as_good_as_dead(self, fleets: Fleets, tmp_path: Path, key: str) -> None:
+        """Its connection still waits for messages: what the broker answers reaches nobody."""
+        with (
+            RedisServer(tmp_path) as server,
+            fleets.own("redis", ONE, SHORT, broker=server.url) as fleet,
+            Sampler(fleet.registry),
+            server.client() as client,
+        ):
+            fleet.wait(lambda: client.info("clients")["blocked_clients"] == 1, 20, "it to wait for messages")
+            fleet.workers["w1@north"].stop()
+            for name in ("record", "record_late"):
+                fleet.tasks[name].delay(key=f"{key}-{name}")
+            assert fleet.held() == {"w1@north": 2}
+            fleet.wait(lambda: client.info("clients")["blocked_clients"] == 0, 20, "the broker to have answered")
+            fleet.workers["w1@north"].kill()
+
+            fleet.start("w2@south")
+
+            assert {run.worker for run in fleet.ended(key, 2, 40)} == {"w2@south"}
+            fleet.settle()
+            assert fleet.journal.executions_by_key() == {f"{key}-record": 1, f"{key}-record_late": 1}
 
 
 class TestRestartUnderTheSameName:
