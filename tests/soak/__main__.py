@@ -99,10 +99,7 @@ def _print(world: World, load: Load, sampler: Sampler, verdict: Verdict, seconds
         f" {verdict.again} of them once more; {sum(one.unsure for one in load.sent)} publishes failed;"
         f" {sampler.samples} samples, {sampler.unanswered} unanswered"
     )
-    print(
-        f"lost: {len(verdict.lost) - verdict.gap} with the process that ran them, which early acknowledgement allows, and"
-        f" {verdict.gap} in the gap of Kombu's consumer on Redis"
-    )
+    print(f"lost with the process that ran them, which early acknowledgement allows: {len(verdict.lost)}")
     for key, why in verdict.lost.items():
         print(f"  {key}: {why}")
     print(f"workers that ended by themselves and were started anew: {len(world.ended)}")

@@ -61,10 +61,8 @@ class Verdict:
         self.load = load
         self.sampler = sampler
         self.violations: list[str] = []
-        #: Early-acknowledged tasks that went down with their process, and others that may be lost: why, by key.
+        #: Early-acknowledged tasks that went down with their process, and dead letters: why, by key.
         self.lost: dict[str, str] = {}
-        #: Of these, what no acknowledgement mode keeps: see :meth:`_fell_into_the_gap`.
-        self.gap = 0
         #: Runs beyond the first, by what explains them.
         self.again = 0
         self._runs: dict[str, list[Run]] = defaultdict(list)
@@ -119,9 +117,6 @@ class Verdict:
 
     def _why_lost(self, one: Sent, number: int, runs: list[Run], dead: set[str]) -> str | None:
         identity = one.ids[number]
-        if not runs and not self._received[identity] and self._fell_into_the_gap(one, identity):
-            self.gap += 1
-            return "popped from Redis by a process that died before it had written that down"
         if identity in dead:
             killed = sum(run.outcome == "gone" for run in runs)
             # The first is not counted as a delivery that came to nothing until the second.
@@ -139,22 +134,6 @@ class Verdict:
             if any(loss.worker == worker and at <= loss.at + 0.5 < at + _AROUND_SECONDS for loss in self.world.losses):
                 return "had just been given to a process that was killed"
         return None
-
-    def _fell_into_the_gap(self, one: Sent, identity: str) -> bool:
-        """Kombu's consumer takes a message off a Redis list and then, in a second step, notes it as unacknowledged.
-
-        What is between the two when the process is killed, or the connection cut, is nowhere: so it is with plain Celery.
-        """
-        if self.world.broker_kind != "redis":
-            return False
-        own = self.load.published.get(identity)
-        for name in NODES:
-            if own == self.world.fleet.own_queue(name):
-                killed = [loss.at for loss in self.world.losses if loss.worker == name and loss.whole]
-                cut = [(f.began, f.undone) for f in self.world.faults if "broker" in f.what]
-                moments = [*((at - 1.0, at) for at in killed), *cut]
-                return any(began - 2.0 < one.ended and one.began < ended + 0.5 for began, ended in moments)
-        return False
 
     def _look_for_more(self, one: Sent, key: str, runs: list[Run]) -> None:
         by_try: dict[int, list[Run]] = defaultdict(list)
