@@ -7,9 +7,8 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
-from celery import Celery, chain, signals
+from celery import Celery, chain
 from kombu.exceptions import OperationalError
 from support.servers import unique
 
@@ -48,8 +47,6 @@ class Load(threading.Thread):
     still_open: Callable[[], int]
     sent: list[Sent] = field(default_factory=list)
     failure: BaseException | None = None
-    #: The queue that each task was published to at last, by its id.
-    published: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         super().__init__(name="soak-load", daemon=True)
@@ -70,7 +67,6 @@ class Load(threading.Thread):
             raise AssertionError("the load failed") from self.failure
 
     def run(self) -> None:
-        signals.after_task_publish.connect(self._note)
         try:
             while not self._ending.is_set():
                 burst = self._random.choice((1, 1, 1, 2, 3, 12))
@@ -80,9 +76,6 @@ class Load(threading.Thread):
                 self._ending.wait(self._random.expovariate(1.0) * burst / self.per_second)
         except BaseException as exc:  # noqa: BLE001 - raised again by end()
             self.failure = exc
-
-    def _note(self, headers: Any = None, routing_key: Any = None, **kwargs: Any) -> None:
-        self.published[headers["id"]] = routing_key
 
     def _send(self) -> None:
         kinds = ("record", "late", "pinned", "later", "retry", "chain", "late chain", "hard")

@@ -65,8 +65,6 @@ class Loss:
     at: float
     worker: str
     pids: frozenset[int]
-    #: The main process was among them.
-    whole: bool
 
 
 class World:
@@ -119,7 +117,8 @@ class World:
         return self.fleet.workers[name]
 
     def note_loss(self, worker: str, pids: list[int], *, whole: bool) -> None:
-        self.losses.append(Loss(time.monotonic(), worker, frozenset(pids), whole))
+        """:param whole: the main process is among them."""
+        self.losses.append(Loss(time.monotonic(), worker, frozenset(pids)))
         if whole:
             try:
                 view = self.fleet.view(worker)
