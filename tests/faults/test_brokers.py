@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support.fleet import Fleet, Fleets
 from support.sampling import Sampler
-from support.servers import RabbitServer, RedisServer
+from support.servers import RabbitServer, RedisServer, free_port, sentinel_of
 
 TWO = {"w1@north": {}, "w2@south": {}}
 CONF = {"capacity_reservation_seconds": 2, "capacity_sweep_seconds": 0.5}
@@ -55,6 +55,25 @@ def test_late_acknowledged_tasks_that_end_while_redis_is_away(fleets: Fleets, tm
         fleet.assert_takes(4)
         fleet.settle()
         assert set(fleet.journal.executions_by_key().values()) == {1}
+
+
+def test_a_master_that_sentinels_name(fleets: Fleets, tmp_path: Path, key: str) -> None:
+    server = RedisServer(tmp_path / "broker", persistence=True)
+    with server, sentinel_of(server, tmp_path) as port:
+        conf = {**CONF, "broker_transport_options": {"master_name": "fleet"}}
+        url = f"sentinel://127.0.0.1:{free_port()};sentinel://127.0.0.1:{port}"
+        with fleets.own("redis", TWO, conf, broker=url) as fleet, Sampler(fleet.registry):
+            gate = fleet.fill(4, name="hold_late")
+            fleet.tasks["record"].delay(key=key)
+            with server.client() as client:
+                assert (client.llen(fleet.queue), client.hlen("unacked")) == (1, 4)
+            fleet.journal.open_gate(gate)
+            fleet.ended(key, 1)
+            fleet.settle()
+            fleet.assert_takes(4)
+            with server.client() as client:
+                fleet.wait(lambda: client.hlen("unacked") == 0, 20, "all to be acknowledged")
+            assert set(fleet.journal.executions_by_key().values()) == {1}
 
 
 def _all_connected(fleet: Fleet, times: int) -> bool:
