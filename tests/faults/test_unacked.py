@@ -236,9 +236,12 @@ class TestTags:
         with fleets.own("redis", ONE, SHORT) as fleet, Sampler(fleet.registry):
             # One that stays, among those that come and go.
             gate = fleet.fill(1, name="hold_late")
+            # All of them wait in the lot before the first is fetched.
+            blocker = fleet.fill(1)
             for number in range(300):
                 name = "record_late" if number % 2 else "record"
                 fleet.tasks[name].delay(key=f"{key}-{number}")
+            fleet.journal.open_gate(blocker)
             most = 0
             while len(fleet.runs(key)) < 300:
                 most = max(most, noted(fleet))
