@@ -25,9 +25,9 @@ for i = 1, lists do
     local info = type(properties) == 'table' and properties.delivery_info
     local tag = info and properties.delivery_tag
     if type(tag) ~= 'string' or type(info.routing_key) ~= 'string' then return 0 end
-    -- Last, since a server that is out of memory refuses the others and not this one.
     redis.call('ZADD', index, ARGV[2], tag)
     redis.call('HSET', hash, tag, '[' .. item .. ',"",' .. cjson.encode(ARGV[3]) .. ']')
+    -- Last, since a server that is out of memory refuses the others and not this one.
     redis.call('RPOP', KEYS[i])
     if mine then
       for _, old in ipairs(redis.call('ZRANGE', mine, 0, ARGV[4] - 1)) do

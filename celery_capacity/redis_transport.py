@@ -67,7 +67,9 @@ class QoS(redis.QoS):  # type: ignore[misc]
             self.ack(delivery_tag)
 
 
-class _Channel(redis.Channel):  # type: ignore[misc]
+class Channel(redis.Channel):  # type: ignore[misc]
+    """Of one server."""
+
     QoS = QoS
 
     _kept: Any = None
@@ -165,11 +167,7 @@ class _Channel(redis.Channel):  # type: ignore[misc]
         super().close()
 
 
-class Channel(_Channel):
-    """Of one server."""
-
-
-class SentinelChannel(_Channel, redis.SentinelChannel):  # type: ignore[misc]
+class SentinelChannel(Channel, redis.SentinelChannel):  # type: ignore[misc]
     """Of the server that the Sentinels name."""
 
 

@@ -73,23 +73,21 @@ for i = 4, #KEYS do redis.call('RPUSH', KEYS[i], ARGV[i - 1]) end
 return 1
 """
 
+# Whether the message is the worker's.
 # KEYS: the worker's set, hash.  ARGV: tag, the end of the records of the worker's own queue.
-_OURS = """
+_IS_OURS = """
 local record = redis.call('HGET', KEYS[2], ARGV[1])
-if not record then return 0 end
-if string.sub(record, -#ARGV[2]) == ARGV[2] or redis.call('ZSCORE', KEYS[1], ARGV[1]) then return 1 end
-return 0
+local ours = record and (string.sub(record, -#ARGV[2]) == ARGV[2] or redis.call('ZSCORE', KEYS[1], ARGV[1]))
 """
+_OURS = f"{_IS_OURS} return ours and 1 or 0"
 
-# An acknowledgement, if the message is still the worker's.
-# KEYS: the worker's set, index, hash.  ARGV: tag, the end of the records of the worker's own queue.
-_PAY = """
-local record = redis.call('HGET', KEYS[3], ARGV[1])
-if not record then return 0 end
-if string.sub(record, -#ARGV[2]) ~= ARGV[2] and not redis.call('ZSCORE', KEYS[1], ARGV[1]) then return 0 end
+# An acknowledgement, if it is.  KEYS: index, too.
+_PAY = f"""
+{_IS_OURS}
+if not ours then return 0 end
 redis.call('ZREM', KEYS[1], ARGV[1])
-redis.call('ZREM', KEYS[2], ARGV[1])
-return redis.call('HDEL', KEYS[3], ARGV[1])
+redis.call('ZREM', KEYS[3], ARGV[1])
+return redis.call('HDEL', KEYS[2], ARGV[1])
 """
 
 _Found = list[tuple[str, str]]
@@ -167,11 +165,10 @@ def pay_owed(connection: Any, namespace: str, worker: str, owed: set[str]) -> in
     paid = 0
     with connection.channel() as channel:
         prefix = channel.global_keyprefix
-        keys = [unacked_name(namespace, worker), channel.unacked_index_key, channel.unacked_key]
+        names = (unacked_name(namespace, worker), channel.unacked_key, channel.unacked_index_key)
+        keys, end = [prefix + name for name in names], _end(namespace, worker)
         for tag in list(owed):
-            paid += int(
-                channel.client.eval(_PAY, len(keys), *(prefix + key for key in keys), tag, _end(namespace, worker))
-            )
+            paid += int(channel.client.eval(_PAY, len(keys), *keys, tag, end))
             owed.discard(tag)
     return paid
 
