@@ -104,7 +104,7 @@ class Outage:
             # It tells, when it is back too.
             peer._hurry = True
             return
-        # One that answers now and then, as a read-only replica does where nothing is to be written, is still away.
+        # One that answers now and then is still away.
         failed_at = self._told.get("failed_at")
         if isinstance(failed_at, float) and self._clock() - failed_at < self.retry_seconds:
             return

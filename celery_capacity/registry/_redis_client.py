@@ -50,7 +50,20 @@ _UNAVAILABLE = (
 )
 _DENIED = (AuthenticationError, AuthorizationError)
 #: The same as said by a server, where the driver has no class for it (older ones have some only for clusters).
-_UNAVAILABLE_WORDS = ("ASK", "BUSY", "CLUSTERDOWN", "LOADING", "MASTERDOWN", "MOVED", "READONLY", "TRYAGAIN")
+_UNAVAILABLE_WORDS = (
+    "ASK",
+    "BUSY",
+    "CLUSTERDOWN",
+    "LOADING",
+    "MASTERDOWN",
+    "MISCONF",
+    "MOVED",
+    "NOREPLICAS",
+    "READONLY",
+    "TRYAGAIN",
+)
+#: Of these, the ones of a server that refuses every write and still answers a script that has nothing to write.
+_READS_ONLY_WORDS = ("MISCONF", "NOREPLICAS", "READONLY")
 #: How often one call follows the slot of the namespace through a cluster.
 _MOST_MOVES = 4
 
@@ -95,6 +108,8 @@ class Client:
         self._pid = os.getpid()
         #: Connections that nobody uses, the last one used last, each with :func:`_has_news` of it.
         self._idle: deque[tuple[Any, Callable[[], bool]]] = deque()
+        #: The server has refused to write, and nothing was written since.
+        self._reads_only = False
         self._nonce = os.urandom(8).hex()
         self._count = count()
 
@@ -148,6 +163,9 @@ class Client:
                     continue
                 fresh = False
             try:
+                if self._reads_only:
+                    # Or a script with nothing to write would be answered, and the registry taken for one that is back.
+                    self._check_writable(connection)
                 packed = connection.pack_command(*command)
                 try:
                     connection.send_packed_command(packed, check_health=False)
@@ -168,6 +186,7 @@ class Client:
                 if address is None and not _is_unavailable(exc):
                     idle.append((connection, has_news))
                     raise
+                self._reads_only = self._reads_only or _is_reads_only(exc)
                 # Whoever was asked is not the one to ask, or not now; new connections find out who is.
                 connection.disconnect()
                 self.close()
@@ -196,6 +215,16 @@ class Client:
                 raise
         return connection, _has_news(connection)
 
+    def _check_writable(self, connection: Any) -> None:
+        connection.send_command("SET", f"{self._prefix}:writable", "1", "PX", 1)
+        try:
+            connection.read_response()
+        except ResponseError as exc:
+            if _is_unavailable(exc):
+                raise
+            # Not allowed, or out of memory, where a script may still give slots back.
+        self._reads_only = False
+
     def _check_eviction(self, connection: Any) -> None:
         """Warn once if this server may throw away keys when its memory is full."""
         connection.send_command("INFO", "memory")
@@ -220,6 +249,10 @@ def _is_unavailable(exc: redis.RedisError) -> bool:
     if isinstance(exc, _DENIED):
         return False
     return isinstance(exc, _UNAVAILABLE) or str(exc).partition(" ")[0] in _UNAVAILABLE_WORDS
+
+
+def _is_reads_only(exc: ResponseError) -> bool:
+    return isinstance(exc, ReadOnlyError) or str(exc).partition(" ")[0] in _READS_ONLY_WORDS
 
 
 def _moved_to(exc: ResponseError) -> tuple[str, int] | None:

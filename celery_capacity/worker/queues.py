@@ -137,10 +137,10 @@ class LotReader:
         if lot.name != lot.queue:
             return
         # A consumer would have been told that its queue was deleted, and Celery would declare it again.
+        self._declare(lot.queue, self._channel)
         self._count("declared_again")
         logger.warning(
-            "queue %s is not there any more; it is declared again",
+            "queue %s is not there any more; it was declared again",
             lot.queue,
             extra={"action": "declared_again", "queue": lot.queue},
         )
-        self._declare(lot.queue, self._channel)

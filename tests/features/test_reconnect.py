@@ -147,7 +147,7 @@ def test_a_retry_after_its_queue_and_exchange_were_deleted(fleets: Fleets, key: 
         with fleet.app.connection_for_write() as connection, connection.channel() as channel:
             Queue(topic)(channel).delete()
             Exchange(f"x-{topic}", "topic")(channel).delete()
-        fleet.workers["w1@north"].wait_log(f"queue {topic} is not there any more; it is declared again", 20)
+        fleet.workers["w1@north"].wait_log(f"queue {topic} is not there any more; it was declared again", 20)
         assert fleet.exists(topic)
 
         fleet.journal.open_gate(key)

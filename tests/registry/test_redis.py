@@ -304,6 +304,7 @@ def test_hung_server(server):
 
 
 def test_read_only_replica(tmp_path, server):
+    """One that has refused to write is away for everything, or its answers with nothing to write would end the outage."""
     with open_registry(server.url) as registry:
         registry.register(advert())
         take(registry)
@@ -312,8 +313,29 @@ def test_read_only_replica(tmp_path, server):
             with replica.client() as client:
                 wait_until(lambda: client.info("replication")["master_link_status"] == "up", 15.0)
             with open_registry(replica.url) as reader:
-                error, _ = _unavailable(lambda: reader.select_and_reserve(DEMAND))
-                assert isinstance(error.__cause__, redis.ReadOnlyError)
+                assert reader.overview().workers[0].held == 1
+                for call in (lambda: reader.select_and_reserve(DEMAND), reader.overview):
+                    error, _ = _unavailable(call)
+                    assert isinstance(error.__cause__, redis.ReadOnlyError)
+                with replica.client() as client:
+                    client.replicaof("NO", "ONE")
+                assert reader.overview().workers[0].held == 1
+                take(reader)
+                with replica.client() as client:
+                    wait_until(lambda: not client.keys("*writable*"), 5.0)
+
+
+def test_server_that_has_lost_its_replicas_is_away(server, registry):
+    """It refuses to write, and is as good as new once it has them again."""
+    registry.register(advert())
+    with server.client() as client:
+        client.config_set("min-replicas-to-write", "1")
+        for call in (lambda: registry.select_and_reserve(DEMAND), registry.overview):
+            error, _ = _unavailable(call)
+            assert "NOREPLICAS" in str(error)
+        client.config_set("min-replicas-to-write", "0")
+    assert registry.overview().workers[0].held == 0
+    take(registry)
 
 
 def test_full_memory_changes_nothing_and_still_gives_back(server, registry):
