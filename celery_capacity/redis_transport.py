@@ -15,6 +15,7 @@ step.  That is as many round trips as Kombu makes.
 
 from __future__ import annotations
 
+import logging
 from queue import Empty
 from time import monotonic
 from typing import Any
@@ -28,6 +29,8 @@ from .naming import is_own_queue
 from .redis_fetch import fetch
 
 __all__ = ("Channel", "SentinelChannel", "SentinelTransport", "Transport")
+
+logger = logging.getLogger(__name__)
 
 #: How often the lists of other priorities are looked at.  Only a process without the plugin puts anything there, when it
 #: gives back what was unacknowledged for longer than the visibility timeout.
@@ -164,6 +167,17 @@ class Channel(redis.Channel):  # type: ignore[misc]
             connection, self._in_poll = self._in_poll, None
             if connection:
                 connection.disconnect()
+        elif self._in_poll and not self.closed:
+            try:
+                self._brpop_read()
+            except Empty:
+                pass
+            except self.connection_errors as exc:
+                # With Kombu the closing ends here, and is done again when the connection is gone, which ends the worker.
+                logger.debug("closing a channel of a lost connection: %r", exc)
+        if self.connection is not None and self.connection.client is None:
+            # Nobody knows any more where to give messages back.  They stay written down.
+            self.do_restore = False
         super().close()
 
 

@@ -266,6 +266,22 @@ class TestOwnQueue:
             closing.join(10)
             assert not closing.is_alive()
 
+    @pytest.mark.parametrize("pending", ["before", "never"])
+    def test_closing_what_a_dead_server_was_asked(self, tmp_path: Path, pending: str) -> None:
+        """Celery closes the connection that failed, and then whatever had a channel of it, which knows of no server."""
+        other = unique("q")
+        with RedisServer(tmp_path) as server, worker_on(server.url, other) as worker:
+            worker.send({}, other)
+            worker.receive(1)
+            if pending == "before":
+                worker.turn(0.0)
+                assert worker.channel._in_poll
+            server.kill()
+            worker.connection._close()
+            worker.consumer.cancel()
+            worker.channel.close()
+            assert worker.channel.closed
+
     def test_with_a_prefix_of_all_keys(self, url: str) -> None:
         with worker_on(url, global_keyprefix="mine:") as worker:
             worker.send(1, priority=3)

@@ -16,14 +16,11 @@ from support.workers import WorkerProcess
 
 from celery_capacity.errors import RegistryError
 
-__all__ = ("KNOWN_ENDS", "LAPSE_SECONDS", "NODES", "SIZE", "Fault", "Loss", "World")
+__all__ = ("LAPSE_SECONDS", "NODES", "SIZE", "Fault", "Loss", "World")
 
 NODES = ("w1@north", "w2@south", "w3@east")
 SIZE = 2
 LAPSE_SECONDS = 5.0
-#: Kombu 5.7 and before, on Redis: a connection that fails while it waits for the next message is closed twice, and the
-#: second time what is unacknowledged cannot be given back.  The worker ends; the plugin can do nothing about it.
-KNOWN_ENDS = ("'NoneType' object has no attribute 'hostname'",)
 #: Short enough that much happens in a minute, long enough for a machine that others use, too.
 CONF = {
     "capacity_lease_seconds": 2.5,
