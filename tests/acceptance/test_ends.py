@@ -84,7 +84,7 @@ class TestOfTheTaskItself:
 class TestRevoked:
     def test_before_it_is_received(self, fleet: Fleet, key: str) -> None:
         task_id = unique("revoked")
-        fleet.app.control.revoke(task_id, reply=True)
+        fleet.control.revoke(task_id, reply=True)
         result = fleet.tasks["record"].apply_async(kwargs={"key": key}, task_id=task_id)
 
         assert state_of(fleet, result) == "REVOKED"
@@ -93,7 +93,7 @@ class TestRevoked:
     def test_while_it_is_parked(self, fleet: Fleet, key: str) -> None:
         gate = fleet.fill(CAPACITY)
         parked = [fleet.tasks["record"].delay(key=f"{key}-{number}") for number in range(3)]
-        fleet.app.control.revoke([parked[0].id, parked[2].id], reply=True)
+        fleet.control.revoke([parked[0].id, parked[2].id], reply=True)
         fleet.journal.open_gate(gate)
 
         assert [state_of(fleet, result) for result in parked] == ["REVOKED", "SUCCESS", "REVOKED"]
@@ -105,7 +105,7 @@ class TestRevoked:
             fleet.tasks["record"].apply_async(kwargs={"key": f"{key}-{number}"}, countdown=4) for number in range(6)
         ]
         fleet.wait(lambda: not fleet.depth(fleet.queue), 3, "the worker to have taken them")
-        fleet.app.control.revoke([result.id for result in results], reply=True)
+        fleet.control.revoke([result.id for result in results], reply=True)
 
         fleet.wait(lambda: not fleet.held(), 3, "no slot to be held")
         assert {state_of(fleet, result) for result in results} == {"REVOKED"}
@@ -116,7 +116,7 @@ class TestRevoked:
         for turn in range(3):
             results = [fleet.tasks["hold"].delay(gate=key, key=f"{key}-{turn}-{index}") for index in range(CAPACITY)]
             fleet.started(f"{key}-{turn}", CAPACITY)
-            fleet.app.control.revoke([result.id for result in results], terminate=True, signal=number.name)
+            fleet.control.revoke([result.id for result in results], terminate=True, signal=number.name)
             assert {state_of(fleet, result) for result in results} == {"REVOKED"}
             fleet.journal.note_dead()
 
@@ -125,7 +125,7 @@ class TestRevoked:
         fleet.ended(key, 6)
         fleet.wait(lambda: not fleet.held(), 10, "all slots to be free")
 
-        fleet.app.control.revoke([result.id for result in results], reply=True)
+        fleet.control.revoke([result.id for result in results], reply=True)
 
         view = fleet.view("w1@test")
         assert view is not None
@@ -225,7 +225,7 @@ def test_processes_that_live_for_one_task(fleets: Fleets, key: str) -> None:
         assert len({run.pid for run in runs}) == 8
         results = [fleet.tasks["hold"].delay(gate=key, key=f"{key}-held-{number}") for number in range(CAPACITY)]
         fleet.started(f"{key}-held", CAPACITY)
-        fleet.app.control.revoke([result.id for result in results], terminate=True)
+        fleet.control.revoke([result.id for result in results], terminate=True)
         assert {state_of(fleet, result) for result in results} == {"REVOKED"}
         fleet.journal.note_dead()
         fleet.assert_takes(CAPACITY)

@@ -132,11 +132,11 @@ class TestSize:
 
     def test_the_pool_grows_and_shrinks(self, fleets: Fleets, key: str) -> None:
         with fleets.own("redis", ONE) as fleet, Sampler(fleet.registry):
-            fleet.app.control.pool_grow(2, reply=True)
+            fleet.control.pool_grow(2, reply=True)
             self.resized(fleet, 4)
             fleet.assert_takes(4)
             fleet.wait(lambda: not fleet.held(), 10, "all slots to be free")
-            fleet.app.control.pool_shrink(3, reply=True)
+            fleet.control.pool_shrink(3, reply=True)
             self.resized(fleet, 1)
             fleet.assert_takes(1)
             fleet.settle()
@@ -145,7 +145,7 @@ class TestSize:
         """J9: what is advertised is what there is."""
         with fleets.own("redis", ONE) as fleet, Sampler(fleet.registry):
             gate = fleet.fill(2)
-            fleet.app.control.pool_shrink(1, reply=True)
+            fleet.control.pool_shrink(1, reply=True)
             fleet.tasks["record"].delay(key=key)
             fleet.journal.open_gate(gate)
             fleet.ended(key, 1)
@@ -365,7 +365,7 @@ class TestRemoteControl:
     def test_a_queue_is_added_and_cancelled(self, fleets: Fleets, broker_kind: str, key: str) -> None:
         with fleets.own(broker_kind, TWO, SHORT) as fleet, Sampler(fleet.registry):
             other = unique("other")
-            fleet.app.control.add_consumer(other, destination=["w2@south"], reply=True)
+            fleet.control.add_consumer(other, destination=["w2@south"], reply=True)
 
             def serving() -> set[str]:
                 return {view.name for view in fleet.views() if other in view.queues}
@@ -375,7 +375,7 @@ class TestRemoteControl:
                 fleet.tasks["record"].apply_async(kwargs={"key": f"{key}-{number}"}, queue=other)
             assert {run.worker for run in fleet.ended(key, 6)} == {"w2@south"}
 
-            fleet.app.control.cancel_consumer(other, destination=["w2@south"], reply=True)
+            fleet.control.cancel_consumer(other, destination=["w2@south"], reply=True)
             fleet.wait(lambda: not serving(), 15, "the queue to be served no longer")
             fleet.tasks["record"].apply_async(kwargs={"key": f"after-{key}"}, queue=other)
             fleet.assert_takes(4)

@@ -41,7 +41,7 @@ class TestABusyWorkerHoldsNothingBack:
 
         assert {run.worker for run in runs} == {"w2@south"}
         assert max(run.start for run in runs) - sent < SOON
-        inspect = pair.app.control.inspect(destination=["w1@north"], timeout=2)
+        inspect = pair.control.inspect(destination=["w1@north"], timeout=2)
         assert [task["kwargs"]["gate"] for task in inspect.active()["w1@north"]] == [gate]
         assert inspect.reserved() == {"w1@north": []}
         pair.journal.open_gate(gate)
@@ -52,7 +52,7 @@ class TestABusyWorkerHoldsNothingBack:
         for number in range(4):
             pair.tasks["record"].delay(key=f"{key}-{number}")
 
-        inspect = pair.app.control.inspect(timeout=2)
+        inspect = pair.control.inspect(timeout=2)
         assert inspect.reserved() == {"w1@north": [], "w2@south": []}
         assert {name: len(tasks) for name, tasks in inspect.active().items()} == {"w1@north": 1, "w2@south": 1}
         assert pair.depth(pair.queue) == 4

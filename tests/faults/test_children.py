@@ -50,7 +50,7 @@ class TestKilled:
                 fleet.tasks["record"].apply_async(kwargs={"key": f"later-{key}-{n}"}, countdown=3) for n in range(2)
             ]
             for result in [*waiting, *later, *running]:
-                fleet.app.control.revoke(result.id, terminate=True, signal="SIGKILL")
+                fleet.control.revoke(result.id, terminate=True, signal="SIGKILL")
             for number in range(10):
                 fleet.tasks["record"].delay(key=f"{key}-{number}")
             assert len(fleet.ended(key, 10, 40)) == 10

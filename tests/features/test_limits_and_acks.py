@@ -42,19 +42,19 @@ def state_of(fleet: Fleet, result: AsyncResult) -> str:
 
 class TestRates:
     def test_of_a_task_that_is_revoked_while_it_waits_for_its_turn(self, fleet: Fleet, key: str) -> None:
-        fleet.app.control.rate_limit("record", "10/m", reply=True)
+        fleet.control.rate_limit("record", "10/m", reply=True)
         try:
             first = fleet.tasks["record"].delay(key=f"{key}-0")
             waiting = [fleet.tasks["record"].delay(key=f"{key}-{number}") for number in range(1, 2)]
             assert state_of(fleet, first) == "SUCCESS"
             fleet.wait(lambda: not fleet.held() and not fleet.depth(fleet.queue), 10, "it to wait without a slot")
-            fleet.app.control.revoke([result.id for result in waiting], reply=True)
+            fleet.control.revoke([result.id for result in waiting], reply=True)
             # It leaves when its turn comes, six seconds after the first; nobody waits for it.
             assert fleet.tasks["add"].delay(1, 2).get(timeout=10) == 3
             assert {state_of(fleet, result) for result in waiting} == {"REVOKED"}
             assert len(fleet.runs(key)) == 1
         finally:
-            fleet.app.control.rate_limit("record", 0, reply=True)
+            fleet.control.rate_limit("record", 0, reply=True)
 
 
 class TestTimeLimits:
@@ -228,7 +228,7 @@ class TestProcesses:
             assert after is not None
             assert (after.epoch, after.committed) == (before.epoch, 1)
             assert fleet.runs(key) == []
-            inspected = fleet.app.control.inspect(["w1@test"]).active()
+            inspected = fleet.control.inspect(["w1@test"]).active()
             assert [task["args"] for task in inspected["w1@test"]] == [[]]
             fleet.journal.open_gate(gate)
             fleet.ended(key, 1)
@@ -237,7 +237,7 @@ class TestProcesses:
 
 def test_a_queue_that_is_cancelled_and_added_again_and_again(fleet: Fleet, key: str) -> None:
     """D23: what arrives in between is neither forgotten in the worker nor run twice."""
-    cancel, add = (getattr(fleet.app.control, name) for name in ("cancel_consumer", "add_consumer"))
+    cancel, add = (getattr(fleet.control, name) for name in ("cancel_consumer", "add_consumer"))
     for turn in range(6):
         cancel(fleet.queue)
         for number in range(20):

@@ -66,7 +66,7 @@ def dispatched(fleet: Fleet, queue: str) -> bool:
 class TestExchanges:
     def test_which_are_managed(self, fleet: Fleet) -> None:
         assert served(fleet) == {"plain", "topical"}
-        names = fleet.app.control.inspect(["w1@north"], timeout=10, limit=1).active_queues()["w1@north"]
+        names = fleet.control.inspect(["w1@north"], timeout=10, limit=1).active_queues()["w1@north"]
         assert {queue["name"] for queue in names} >= set(KINDS)
 
     def test_topic_with_one_reader(self, fleet: Fleet, key: str) -> None:

@@ -26,7 +26,7 @@ def fleet(fleets: Fleets, request: pytest.FixtureRequest) -> Iterator[Fleet]:
 def ask(fleet: Fleet, *workers: str) -> Inspect:
     """Answers of these workers; it waits no longer than for the last of them."""
     names = list(workers or TWO)
-    inspect: Inspect = fleet.app.control.inspect(names, timeout=10, limit=len(names))
+    inspect: Inspect = fleet.control.inspect(names, timeout=10, limit=len(names))
     return inspect
 
 
@@ -106,7 +106,7 @@ class TestInspect:
 class TestControl:
     def test_rate_limit(self, fleet: Fleet, key: str) -> None:
         """What waits for its turn holds no slot."""
-        answers = fleet.app.control.rate_limit("record", "12/m", reply=True, timeout=10, limit=2)
+        answers = fleet.control.rate_limit("record", "12/m", reply=True, timeout=10, limit=2)
         assert told(answers) == {"new rate limit set successfully"}
         for number in range(4):
             fleet.tasks["record"].delay(key=f"{key}-{number}")
@@ -116,14 +116,14 @@ class TestControl:
         gate = fleet.fill(4)
         assert len(fleet.runs(key)) == 2
         fleet.journal.open_gate(gate)
-        fleet.app.control.rate_limit("record", 0, reply=True, timeout=10, limit=2)
+        fleet.control.rate_limit("record", 0, reply=True, timeout=10, limit=2)
         # Those two have their turn already.
         assert len(fleet.ended(key, 4)) == 4
 
     def test_a_topic_queue_is_added_and_cancelled(self, fleet: Fleet, key: str) -> None:
         """Other kinds of queues: as Celery consumes them; and what is added shows in active_queues."""
         name, exchange = unique("added"), unique("exchange")
-        fleet.app.control.add_consumer(
+        fleet.control.add_consumer(
             name, exchange, "topic", "a.*", destination=["w1@north"], reply=True, timeout=10, limit=1
         )
 
@@ -144,14 +144,14 @@ class TestControl:
                 declare=[Exchange(exchange, "topic")],
             )
         assert {run.worker for run in fleet.ended(key, 3)} == {"w1@north"}
-        fleet.app.control.cancel_consumer(name, destination=["w1@north"], reply=True, timeout=10, limit=1)
+        fleet.control.cancel_consumer(name, destination=["w1@north"], reply=True, timeout=10, limit=1)
         fleet.wait(lambda: shown() == {"w1@north": False, "w2@south": False}, 15, "the queue to be left")
         fleet.wait(lambda: all(view.capacity for view in fleet.views()), 10, "both to be registered")
 
     def test_a_pool_is_restarted(self, fleets: Fleets, key: str) -> None:
         with fleets.own("redis", {"w1@north": {}}, {"worker_pool_restarts": True}) as fleet, Sampler(fleet.registry):
             gate = fleet.fill(2)
-            told = fleet.app.control.pool_restart(reply=True, timeout=20, limit=1)
+            told = fleet.control.pool_restart(reply=True, timeout=20, limit=1)
             assert told == [{"w1@north": {"ok": "reload started"}}]
             fleet.journal.open_gate(gate)
             assert [run.outcome for run in fleet.ended(gate, 2)] == ["returned"] * 2
@@ -167,7 +167,7 @@ def test_shutdown(fleets: Fleets, broker_kind: str, key: str) -> None:
         for number in range(4):
             fleet.tasks["record"].delay(key=f"{key}-{number}")
         began = time.monotonic()
-        fleet.app.control.shutdown(destination=["w2@south"])
+        fleet.control.shutdown(destination=["w2@south"])
         worker = fleet.workers["w2@south"]
         fleet.wait(lambda: getattr(fleet.view("w2@south"), "capacity", None) is None, 10, "it to offer no slots")
         fleet.journal.open_gate(gate)

@@ -25,7 +25,7 @@ def scaled(most: int, least: int, pool: str = "prefork") -> dict[str, Any]:
 
 
 def stats(fleet: Fleet, worker: str) -> dict[str, Any]:
-    answer = fleet.app.control.inspect([worker], timeout=10, limit=1).stats()
+    answer = fleet.control.inspect([worker], timeout=10, limit=1).stats()
     return dict(answer[worker])
 
 
@@ -66,7 +66,7 @@ class TestAutoscale:
         """J9b: nothing is killed, and nothing is added until there is room."""
         with fleets.own("rabbitmq", {"w1@north": scaled(6, 3)}, SHORT) as fleet, Sampler(fleet.registry):
             gates = [fleet.fill(3) for _ in range(2)]
-            told = fleet.app.control.autoscale(4, 3, destination=["w1@north"], reply=True, timeout=10, limit=1)
+            told = fleet.control.autoscale(4, 3, destination=["w1@north"], reply=True, timeout=10, limit=1)
             assert told == [{"w1@north": {"ok": "autoscale now max=4 min=3"}}]
             offers(fleet, 4, limit=3)
             assert fleet.held() == {"w1@north": 6}
@@ -81,9 +81,9 @@ class TestAutoscale:
             assert [run.outcome for run in fleet.ended(gates[1], 3)] == ["returned"] * 3
             fleet.assert_takes(4)
 
-            told = fleet.app.control.pool_grow(1, destination=["w1@north"], reply=True, timeout=10, limit=1)
+            told = fleet.control.pool_grow(1, destination=["w1@north"], reply=True, timeout=10, limit=1)
             assert "not supported with autoscale" in told[0]["w1@north"]["error"]
-            fleet.app.control.autoscale(5, 3, destination=["w1@north"], reply=True, timeout=10, limit=1)
+            fleet.control.autoscale(5, 3, destination=["w1@north"], reply=True, timeout=10, limit=1)
             offers(fleet, 5, limit=3)
             fleet.assert_takes(5)
             fleet.settle()
@@ -97,19 +97,19 @@ class TestPoolResize:
         workers = {"w1@north": {}, "w2@south": {}}
         with fleets.own(broker_kind, workers, conf) as fleet, Sampler(fleet.registry):
             control: dict[str, Any] = {"destination": ["w1@north"], "reply": True, "timeout": 10, "limit": 1}
-            fleet.app.control.pool_grow(2, **control)
+            fleet.control.pool_grow(2, **control)
             offers(fleet, 4)
             fleet.assert_takes(6)
             fleet.wait(lambda: not fleet.held(), 10, "all processes to be idle")
             for left in (3, 2, 1, 0):
                 fleet.wait(lambda n=left + 1: len(stats(fleet, "w1@north")["pool"]["processes"]) == n, 15, "it to go")
-                fleet.app.control.pool_shrink(1, **control)
+                fleet.control.pool_shrink(1, **control)
                 offers(fleet, left)
             for number in range(20):
                 fleet.tasks["record"].delay(key=f"{key}-{number}")
             assert {run.worker for run in fleet.ended(key, 20)} == {"w2@south"}
             assert fleet.depth(fleet.own_queue("w1@north")) == 0
-            fleet.app.control.pool_grow(1, **control)
+            fleet.control.pool_grow(1, **control)
             offers(fleet, 1)
             fleet.assert_takes(3)
             fleet.settle()
@@ -117,7 +117,7 @@ class TestPoolResize:
     def test_threads(self, fleets: Fleets, key: str) -> None:
         """Celery's thread pool cannot be resized: it says so, and offers what it has."""
         with fleets.own("redis", {"w1@north": {"pool": "threads"}}, SHORT) as fleet, Sampler(fleet.registry):
-            fleet.app.control.pool_grow(2, reply=True, timeout=10, limit=1)
+            fleet.control.pool_grow(2, reply=True, timeout=10, limit=1)
             fleet.assert_takes(fleet.views()[0].capacity or 0)
             fleet.settle()
 

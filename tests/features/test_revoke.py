@@ -39,7 +39,7 @@ class TestByStampedHeader:
         return {"customer": unique("customer")}
 
     def test_before_it_is_received(self, fleet: Fleet, key: str, stamp: dict[str, str]) -> None:
-        fleet.app.control.revoke_by_stamped_headers(stamp, reply=True)
+        fleet.control.revoke_by_stamped_headers(stamp, reply=True)
         other = fleet.tasks["record"].si(key=f"{key}-other")
         other.stamp(customer="somebody else")
         stamped = fleet.tasks["record"].si(key=key)
@@ -56,7 +56,7 @@ class TestByStampedHeader:
         stamped = fleet.tasks["record"].si(key=key)
         stamped.stamp(**stamp)
         results = [stamped.apply_async() for _ in range(3)]
-        fleet.app.control.revoke_by_stamped_headers(stamp, reply=True)
+        fleet.control.revoke_by_stamped_headers(stamp, reply=True)
 
         fleet.journal.open_gate(gate)
 
@@ -68,7 +68,7 @@ class TestByStampedHeader:
         stamped.stamp(**stamp)
         results = [stamped.apply_async(countdown=5) for _ in range(3)]
         fleet.wait(lambda: not fleet.depth(fleet.queue), 4, "the worker to have taken them")
-        fleet.app.control.revoke_by_stamped_headers(stamp, reply=True)
+        fleet.control.revoke_by_stamped_headers(stamp, reply=True)
 
         assert states_of(fleet, results) == {"REVOKED"}
         assert fleet.runs(key) == []
@@ -79,7 +79,7 @@ class TestByStampedHeader:
         results = [stamped.apply_async() for _ in range(CAPACITY)]
         fleet.started(key, CAPACITY)
 
-        fleet.app.control.revoke_by_stamped_headers(stamp, terminate=True, signal="KILL", reply=True)
+        fleet.control.revoke_by_stamped_headers(stamp, terminate=True, signal="KILL", reply=True)
 
         assert states_of(fleet, results) == {"REVOKED"}
         fleet.wait(lambda: not fleet.held(), 10, "the slots to be free")
@@ -93,7 +93,7 @@ def test_many_that_are_terminated_at_once(fleets: Fleets, key: str) -> None:
         results = [fleet.tasks["hold"].delay(gate=key, key=f"{key}-{number}") for number in range(10)]
         fleet.started(key, 4)
 
-        fleet.app.control.revoke([result.id for result in results], terminate=True, signal="KILL")
+        fleet.control.revoke([result.id for result in results], terminate=True, signal="KILL")
 
         assert states_of(fleet, results) == {"REVOKED"}
         fleet.wait(lambda: not fleet.held(), 10, "the slots to be free")
@@ -115,10 +115,10 @@ def test_handed_over_before_there_is_a_process_for_it(fleets: Fleets, broker_kin
         fleet.started(f"{key}-runs", 1)
         revoked = fleet.tasks["record"].delay(key=f"{key}-revoked")
         fleet.workers["w1@test"].wait_log(rf"{revoked.id}\] received", 10)
-        fleet.app.control.revoke(revoked.id, reply=True)
+        fleet.control.revoke(revoked.id, reply=True)
         assert fleet.held() == {"w1@test": 2}
 
-        fleet.app.control.autoscale(max=2, min=2, reply=True)
+        fleet.control.autoscale(max=2, min=2, reply=True)
 
         fleet.wait(lambda: fleet.held() == {"w1@test": 1}, 10, "one slot, of the task that runs")
         assert states_of(fleet, [revoked]) == {"REVOKED"}
@@ -132,7 +132,7 @@ def test_revokes_that_are_kept_over_a_restart(fleets: Fleets, broker_kind: str, 
     args = ("--statedb", str(tmp_path / "state"), *QUICK)
     with fleets.own(broker_kind, {"w1@test": {"args": args}}) as fleet:
         parked, later = unique("parked"), unique("later")
-        fleet.app.control.revoke([parked, later], reply=True)
+        fleet.control.revoke([parked, later], reply=True)
         worker = fleet.workers["w1@test"]
         worker.terminate(30)
         # Nobody is there: it waits in its queue, as with plain Celery.
@@ -154,7 +154,7 @@ def test_a_greenlet_that_is_terminated(fleets: Fleets, key: str, acks: str) -> N
         results = [fleet.tasks[acks].delay(gate=key, key=f"{key}-{number}") for number in range(4)]
         fleet.started(key, 2)
 
-        fleet.app.control.revoke([result.id for result in results], terminate=True, reply=True)
+        fleet.control.revoke([result.id for result in results], terminate=True, reply=True)
 
         assert states_of(fleet, results) == {"REVOKED"}
         fleet.wait(lambda: not fleet.held(), 10, "the slots to be free")
@@ -168,7 +168,7 @@ def test_threads_run_on_and_what_waits_is_revoked(fleets: Fleets, key: str) -> N
         results = [fleet.tasks["hold"].delay(gate=key, key=f"{key}-{number}") for number in range(4)]
         started = {run.id for run in fleet.started(key, 2)}
 
-        fleet.app.control.revoke([result.id for result in results], reply=True)
+        fleet.control.revoke([result.id for result in results], reply=True)
         fleet.journal.open_gate(key)
 
         assert states_of(fleet, [result for result in results if result.id not in started]) == {"REVOKED"}

@@ -103,6 +103,8 @@ class Fleet:
         self.app: Celery = self.build_app()
         self.registry: Registry = open_registry(registry, self.namespace)
         self._complaints_seen: dict[str, int] = {}
+        #: Workers that have answered to remote control.
+        self._hears: set[str] = set()
 
     def build_app(self, *, plugin: bool = True, conf: Mapping[str, Any] | None = None) -> Celery:
         """One more app of a producer, with or without the plugin."""
@@ -149,6 +151,16 @@ class Fleet:
                 worker.wait_ready(limit)
         names = {worker.nodename for worker in self.workers.values() if worker.running and worker.env[_PLUGIN] == "1"}
         self.wait(lambda: names <= {view.name for view in self.views() if view.capacity is not None}, limit, "capacity")
+
+    @property
+    def control(self) -> Any:
+        """The app's remote control, once every worker hears it: on Redis, what is said before is said to nobody."""
+        control = self.app.control
+        names = {worker.nodename for worker in self.workers.values() if worker.running} - self._hears
+        if names:
+            self.wait(lambda: names <= _answer_to(control, names), 20, "the workers to hear remote control")
+            self._hears |= names
+        return control
 
     def close(self) -> None:
         """End the workers.  Harmless twice."""
@@ -402,3 +414,8 @@ class Fleets:
     def _end(self, key: str) -> None:
         _fleet, stack = self._kept.pop(key)
         stack.close()
+
+
+def _answer_to(control: Any, names: set[str]) -> set[str]:
+    answers = control.ping(destination=sorted(names), timeout=2, limit=len(names))
+    return {name for answer in answers for name in answer}
